@@ -25,8 +25,8 @@ from holmes_hpc.waiting import attempts
 
 DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
-IMPORTED = "hugging_face"  # key of a description: `holmes import` made this directory, whatever its name
-# The model keys that do not change the shapes and the use of the weights.
+IMPORTED = "hugging_face"  # key of a description by `holmes import`, whose directory needs no step in its name
+# The keys of a model, and of its experts, that change neither the shapes nor the use of the weights.
 _NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance", "z_loss", "capacity")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 
@@ -41,10 +41,10 @@ class Checkpoint:
 
 
 def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
-    """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to the folder there that has the run's name.
+    """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to CHECKPOINT_DIR/RUN_NAME.
 
-    A folder that has checkpoints stays where it is. Raise RunFailed if the target is missing or belongs to another run.
-    """
+    A folder that has checkpoints stays where it is. Raise RunFailed if an existing link leads nowhere, or if the target
+    of a new link is not empty."""
     if folder.is_symlink():
         if not folder.is_dir():
             problem = f"this link points to {os.readlink(folder)}, which does not exist"
@@ -142,7 +142,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def wait_for_checkpoint(path: Path, timeout_s: float = 30) -> Checkpoint | None:
-    """Wait until this node sees the checkpoint in `path`, as another does. Return it, or None after `timeout_s`."""
+    """Wait until this node sees the checkpoint that another node sees in `path`. Return it; None after `timeout_s`."""
     for _ in attempts(timeout_s, 0.2):
         with contextlib.suppress(DataError):
             return open_checkpoint(path)
@@ -171,7 +171,7 @@ def _read_description(path: Path) -> dict[str, Any] | str:
 
 
 def _is_file_entry(name: str, entry: Any) -> bool:
-    """Return whether `name` cannot lead outside the checkpoint and `entry` is [size, CRC-32]."""
+    """Return whether `name` is a file name without a path, and `entry` is [size, CRC-32]."""
     return (
         os.path.basename(name) == name
         and name not in ("", ".", "..")
@@ -202,11 +202,11 @@ def finish(unfinished: Path, step: int, description: Mapping[str, Any], files: M
 
 
 def write_error(path: Path, error: OSError) -> RunFailed:
-    """Return the RunFailed, in one line, for a file system error. `path`: the checkpoint or the folder of all."""
+    """Return a RunFailed for a file system error. `path`: the checkpoint, or the folder of all checkpoints."""
     hint = "make it writable"
     if error.errno in DISK_FULL:
         checkpoints = complete_checkpoints(path) or complete_checkpoints(path.parent)
-        continuation = f"`holmes resume` it after step {checkpoints[0].step}" if checkpoints else "run it again"
+        continuation = f"`holmes resume` the run from step {checkpoints[0].step}" if checkpoints else "run it again"
         hint = f"free some space, then {continuation}"
     return RunFailed(f"cannot write the checkpoint: {error.strerror or error}", where=str(path), hint=hint)
 
@@ -220,7 +220,7 @@ def prune(folder: Path, keep: int) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished checkpoints. No process may be writing one."""
+    """Remove unfinished checkpoints; restore one whose replacement was interrupted. No process may be writing one."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.name.startswith((".saving-", ".old-")):

@@ -44,7 +44,7 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # pad
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """The summary of an export, as `holmes export` prints it. `parameters` counts a tied head once.
+    """The summary of an export, as `holmes export` prints it. `parameters`: their number; shared weights count once.
 
     `tokenizer`: "file" if the export has one, "bytes" if token ids are bytes, None if the user must add one.
     """
@@ -68,8 +68,8 @@ class ExportSummary:
 class ExportSource:
     """The weights to export and their metadata.
 
-    `config_folder`: a folder that may have Hugging Face's config and tokenizer; `step`: after which a run saved the
-    weights; `eod`: the end-of-document token; `tokenizer`: the path of the run's tokenizer.json.
+    `config_folder`: a folder that may have Hugging Face's config and tokenizer; `step`: the step after which a run
+    saved the weights; `eod`: the end-of-document token; `tokenizer`: the path of the run's tokenizer.json.
     """
 
     state: State
@@ -103,7 +103,7 @@ def find_source(name: str) -> ExportSource:
 def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int) -> ExportSource:
     """Return the weights of a run's `checkpoint` (a directory, saved after `step`), with the plan's model.
 
-    Config and tokenizer come from the run's initial Hugging Face folder if it had one, else from the run's data.
+    The tokenizer is that of the run's data, else that of the initial Hugging Face folder, whose config is used too.
     """
     spec, data = Plan.read(run.plan_path).model, run.config.get("data", {})
     tokenizer, eod = data.get("tokenizer"), _end_of_document(data, spec)
@@ -144,7 +144,7 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _read_weight(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
-    """Return a weight from `state` after checking its shape. For GPT-2 a bias that the model lacks is zeros."""
+    """Return a weight from `state` after checking its shape; zeros for a bias of GPT-2 that this model lacks."""
     for name in (weight.name, weight_names.transformer_engine_name(weight.name)):
         if name in state:
             saved = state[name]
@@ -160,9 +160,9 @@ def _read_weight(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
 def export(source: ExportSource, out_dir: str | os.PathLike[str], shard_bytes: int = SHARD_BYTES) -> ExportSummary:
     """Write `source` into `out_dir`, which must be missing or empty. `out_dir` appears complete or not at all.
 
-    It gets config.json, model.safetensors (above `shard_bytes` several with an index), and the tokenizer as
-    tokenizer.json. The source's config is copied if it describes this model. Parameters keep their type. Only one shard
-    is in memory at a time.
+    It gets config.json, model.safetensors (several files and an index if larger than `shard_bytes`), and the tokenizer
+    as tokenizer.json. The source's config is copied if it describes this model. Parameters keep their type. Only one
+    shard is in memory at a time.
     """
     spec, config_folder = source.model, source.config_folder
     out = Path(out_dir)

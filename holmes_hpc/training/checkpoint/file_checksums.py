@@ -29,7 +29,7 @@ def write_checksums(folder: Path, rank: int) -> None:
 
 
 def collect_checksums(folder: Path) -> dict[str, SizeAndCrc]:
-    """Return {file: size and CRC-32} of all files, and remove the ``.crc-RANK.json``, from which most are read."""
+    """Return {file: size and CRC-32} of all files: read from ``.crc-RANK.json``, which is removed, else computed."""
     checksums: dict[str, SizeAndCrc] = {}
     for path in sorted(folder.glob(".crc-*.json")):
         checksums.update({name: (size, crc) for name, (size, crc) in json.loads(path.read_text()).items()})

@@ -47,7 +47,7 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
 
 
 def _tokenizer(source: export.ExportSource) -> Tokenizer:
-    """Return the tokenizer of the run's data or initial folder, or of bytes if the vocabulary has its size."""
+    """Return the tokenizer of the run's data or of its initial folder; the byte tokenizer if the vocabulary fits it."""
     file = source.config_folder and source.config_folder / "tokenizer.json"
     if source.tokenizer or (file and file.is_file()):
         return FileTokenizer(source.tokenizer or str(file))

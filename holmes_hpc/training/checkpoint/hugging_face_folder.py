@@ -39,7 +39,7 @@ SMALL_FILES = (
 )
 _OPTIONAL_PREFIX = "transformer."  # published GPT-2 files omit it
 _TYPES = ("F32", "F16", "BF16")
-_CHECKED_ELEMENTS = 1 << 22  # at a time
+_CHECKED_ELEMENTS = 1 << 22  # elements that are checked at a time for values that are not finite
 _FETCH_AGAIN = "fetch the folder again"
 
 
@@ -61,7 +61,7 @@ class Folder:
             f"has {len(headers)} tensors with dimensions up to {largest}, but config.json has {self.model.layers} "
             f"layers of {self.model.heads} heads"
         )
-        # Before tensor_shapes: a table of all weights could be huge.
+        # Checked before tensor_shapes, because a wrong config.json could make a huge table.
         DataError.refuse(str(path), (is_too_large, problem, _FETCH_AGAIN))
         expected_shapes = weight_names.tensor_shapes(self.model)
         family = hugging_face.family_of(self.model)
@@ -85,10 +85,10 @@ class Folder:
         self._check_tokenizer()
 
     def _read_headers(self) -> Iterator[tuple[str, tuple[Path, str, tuple[int, ...], str]]]:
-        """Yield (tensor, (file, name in the file, shape, type)) of each shard's header."""
+        """Yield (name, (file, the same name, shape, type)) of each tensor in the shards' headers."""
         for file in self._shards():
             try:
-                open_file(file).close()  # safe_open waits for a pipe
+                open_file(file).close()  # refuses a pipe, on which safe_open would wait without end
                 with safe_open(file, "np") as shard:
                     for name in shard.keys():  # noqa: SIM118 (no dictionary)
                         tensor = shard.get_slice(name)
@@ -149,7 +149,7 @@ class Folder:
         DataError.refuse(str(self.path), (differs, problem, f"use model.max_positions={positions}"))
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
-        """Read the slice of `weight` that tensor-parallel rank `rank` holds into `target`, of any type.
+        """Read into `target`, of any type, the slice of `weight` that tensor-parallel rank `rank` holds.
         Rows that pad a vocabulary become 0. Raise DataError for values that are not finite."""
         local_rows = list(weight_names.local_rows(weight, rank, len(target)))
         width = 0 if weight.columns is None else target.shape[1]
@@ -158,7 +158,7 @@ class Folder:
         for row, rows in local_rows:
             tensor, index = self._open_tensor(rows.tensor), (slice(rows.first, rows.first + rows.count), *columns)
             target[row : row + rows.count].copy_(tensor[index[::-1]].t() if weight.transposed else tensor[index])
-        if weight.split == 0 and len(weight.parts) == 1:
+        if weight.split == 0 and len(weight.parts) == 1:  # may be a vocabulary with rows that pad it
             target[sum(rows.count for _, rows in local_rows) :].zero_()
         block_rows = max(1, _CHECKED_ELEMENTS // max(1, target[0].numel()))  # small blocks save memory
         if not all(bool(block.isfinite().all()) for block in target.split(block_rows)):
@@ -170,7 +170,7 @@ class Folder:
     def _open_tensor(self, tensor: str) -> Any:
         file, name = self._locations[tensor]
         if self._open_file is None or self._open_file[0] != file:
-            self._open_file = None  # frees the memory of the file before
+            self._open_file = None  # frees the memory of the previous file
             self._open_file = file, safe_open(file, "pt")
         return self._open_file[1].get_slice(name)
 
@@ -230,7 +230,7 @@ def copy_small_files(folder: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file; the copy has no permission that the file lacks.
+    """Copy a file. Others get no permission on the copy that they lack on the file.
 
     Raise DataError for a link out of its folder, which may lead to a secret of this user."""
     if leaves_folder(source, source.parent):

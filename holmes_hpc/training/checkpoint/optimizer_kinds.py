@@ -17,12 +17,12 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE
 
 from holmes_hpc.training.model import megatron_versions
 
-SHARDED, UNSHARDED = "optimizer.state.param.", "optimizer.state.fp32_param."  # before the names of fp32 parameters
+SHARDED, UNSHARDED = "optimizer.state.param.", "optimizer.state.fp32_param."  # prefixes of fp32 parameters' keys
 
 
 def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
     """Return the tensors of an optimizer's sharded state dict, under the keys of a checkpoint of the other kind.
-    `fp32`: the weights are fp32. A sharded optimizer's copies of them are then missing: they are the model's."""
+    `fp32`: the model's weights are fp32. An unsharded optimizer then saved no copies: :func:`fill` uses the model's."""
     tensors = {}
     for i, (_, _, tensor) in enumerate(_tensors(state)):
         if tensor.key.startswith(UNSHARDED):
@@ -35,10 +35,10 @@ def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
 
 
 def fill(state: dict[Any, Any], optimizer: Any, tensors: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
-    """Make the sharded state dict `state` of `optimizer`, whose model is loaded, one that it can load.
+    """Fill `state`, the sharded state dict of `optimizer`, with values of the checkpoint, so that it can be loaded.
 
-    `tensors`: those of :func:`tensors_to_load`, loaded. `saved`: the checkpoint's state of the optimizer without
-    tensors, which contains the step count and, in fp16, the loss scale."""
+    `tensors`: those of :func:`tensors_to_load`, loaded. `saved`: the optimizer's other state in the checkpoint, with
+    the step count and, in fp16, the loss scale."""
     for i, (container, key, _) in enumerate([*_tensors(state)]):
         container[key] = tensors.get(str(i))
     for container, key, value in [*nested_items_iter(state)]:
@@ -50,7 +50,7 @@ def fill(state: dict[Any, Any], optimizer: Any, tensors: Mapping[str, Any], save
     inner_states = [state] if len(inner_optimizers) == 1 else [state[i] for i in range(len(inner_optimizers))]
     for inner, inner_state in zip(inner_optimizers, inner_states, strict=True):
         adam = inner_state.get("optimizer", inner_state)
-        if "param_state" in inner_state or HAVE_APEX_OR_TE:  # their Adam counts the steps of a group
+        if "param_state" in inner_state or HAVE_APEX_OR_TE:  # sharded, or Apex's or TE's Adam: a step count per group
             for group in adam["param_groups"]:
                 group["step"] = int(step) if HAVE_APEX_OR_TE else step
         else:

@@ -1,8 +1,8 @@
 """Safe loading of a checkpoint's pickles: untrusted input must not execute code.
 
 Checksums do not help, since whoever writes a checkpoint also writes its checksums. PyTorch's format has three kinds of
-pickles. It loads ``.metadata``, the index of the tensors, without restriction. It loads ``common.pt`` and small objects
-beside the weights as the caller specifies. Transformer Engine's fp8 state is bytes that contain another pickle.
+pickles. It loads ``.metadata``, the index of the tensors, without restriction. For ``common.pt`` and small objects
+beside the weights, the caller chooses. Transformer Engine's fp8 state is bytes that contain another pickle.
 :func:`enforce` restricts the first two in this process, :func:`check_extra_states` checks the third.
 """
 
@@ -55,7 +55,7 @@ _EXTRA_STATE_GLOBALS = {
     ("_io", "BytesIO"),
 }
 _MIN_CPU_S, _BYTES_PER_CPU_S = 2, 1 << 20  # an unpickler reads some 10 MB/s
-_MIN_BYTES, _BYTES_PER_BYTE = 1 << 30, 200  # memory that unpickling may take: this, and so much for each byte
+_MIN_BYTES, _BYTES_PER_BYTE = 1 << 30, 200  # memory that unpickling may take: a minimum, and more per byte of the file
 _RECIPE_MODULE = "transformer_engine.common.recipe"
 
 
@@ -109,7 +109,7 @@ def read_metadata(directory: str | os.PathLike[str]) -> Metadata:
     file_bytes = sum(files.values())
     for name, tensor in content.state_dict_metadata.items():
         size = getattr(tensor, "size", ())
-        if math.prod(size) > 8 * file_bytes:  # less than a bit each
+        if math.prod(size) > 8 * file_bytes:  # more elements than bits
             raise pickle.UnpicklingError(f"{name} has {math.prod(size):,} elements in {file_bytes:,} bytes of files")
     return content
 
@@ -132,8 +132,8 @@ def enforce() -> None:
 
 def _load_error(load: Callable[[], Any], size: int) -> str:
     """Run `load` in a forked process with the CPU time and memory that a file of `size` bytes may take. Return its
-    error, or "". A pickle of nested tuples can take years to hash, and this process could not interrupt that. One of
-    ten bytes can take 32 GiB."""
+    error, or "". A pickle of nested tuples can take years to hash, and this process could not interrupt that. A pickle
+    of ten bytes can take 32 GiB of memory."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         try:
@@ -153,7 +153,7 @@ def _load_error(load: Callable[[], Any], size: int) -> str:
 
 
 def find_problem(directory: Path) -> str | None:
-    """Return why a checkpoint's descriptions cannot be loaded safely, or None if they can."""
+    """Return why a checkpoint's ``.metadata`` or ``common.pt`` cannot be loaded safely, or None if both can."""
     loaders: dict[str, Callable[[], Any]] = {".metadata": partial(read_metadata, directory)}
     if (common := directory / "common.pt").exists():  # newer Megatron-Core saves its content beside the weights
         loaders["common.pt"] = partial(torch.load, common, map_location="cpu", weights_only=True)

@@ -50,7 +50,7 @@ METADATA = {
     "singleton_local_shards": False,
 }
 POLL_S = 0.05
-OPTIMIZER = {"distributed_optimizer": None, "optimizer_instances": None}  # settings without effect on random numbers
+_OPTIMIZER_KEYS = {"distributed_optimizer": None, "optimizer_instances": None}  # no effect on dropout's random numbers
 _ERRORS = (CheckpointingException, CheckpointException)
 
 
@@ -66,7 +66,7 @@ class Checkpoints:
         self.train, self.models, self.optimizer, self._group = train, models, optimizer, group
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
         self._has_uniform_tp = len(self.plan.parallel.tps) == 1
-        # Replicas share writing and reading. That takes other collectives of all ranks than a stage without replicas.
+        # Replicas share writing and reading. Stages with and without replicas would then run different collectives.
         self._shares_files = self._has_uniform_tp and len({stage.dp > 1 for stage in self.plan.parallel.stages}) == 1
         if self._rank == 0:
             checkpoint_directory.create_folder(self.folder, train.checkpoint_dir)
@@ -143,7 +143,7 @@ class Checkpoints:
         """Return the error of a failed save. Rank 0 removes the half-written checkpoint, which may fill the disk."""
         if self._rank == 0:
             write_error = _write_error(path, error)
-            if not isinstance(error, RuntimeError) or is_full(self.folder):  # else a rank was lost
+            if not isinstance(error, RuntimeError) or is_full(self.folder):  # other RuntimeErrors: a rank was lost
                 shutil.rmtree(self._unfinished, ignore_errors=True)
             return write_error
         if not getattr(error, "failures", True):  # torch gives the cause to rank 0 only, which reports it
@@ -174,8 +174,8 @@ class Checkpoints:
     def load(self, initial: str | None = None) -> int:
         """Load the run's latest intact checkpoint, or `initial` if the run has none.
 
-        Return its step, 0 if there is nothing to load. `initial`: a checkpoint's path, or ``hf:DIR``. Raise DataError
-        for a checkpoint of another model, and if all checkpoints of the run are damaged.
+        Return its step; 0 if there is nothing to load, or only weights (``hf:DIR``). `initial`: a checkpoint's path, or
+        ``hf:DIR``. Raise DataError for another model's checkpoint, and if all checkpoints of the run are damaged.
         """
         folder = folder_of(initial)
         paths = self._find_checkpoints(Path(initial) if initial and folder is None else None)
@@ -267,23 +267,23 @@ class Checkpoints:
         for inner in megatron_versions.distributed(self.optimizer):
             megatron_versions.prepare_for_loading(inner)
         description, p = checkpoint.description, self.plan.parallel
-        is_same_layout = {**description.get("parallel", {}), **OPTIMIZER} == {
+        is_same_layout = {**description.get("parallel", {}), **_OPTIMIZER_KEYS} == {
             **json.loads(json.dumps(p.to_dict())),
-            **OPTIMIZER,
+            **_OPTIMIZER_KEYS,
         } and description.get("device", self._device) == self._device
         state = self._state(is_loading=True, generators=is_same_layout)
-        converted = None
+        optimizer_state = None  # to be filled from a checkpoint of the other kind of optimizer
         if description.get("distributed_optimizer", p.distributed_optimizer) != p.distributed_optimizer:
-            converted = state.pop("optimizer")
+            optimizer_state = state.pop("optimizer")
             fp32 = all(w.dtype == torch.float32 for model in self.models for w in model.parameters())
-            state["tensors"] = optimizer_kinds.tensors_to_load(converted, fp32)
+            state["tensors"] = optimizer_kinds.tensors_to_load(optimizer_state, fp32)
         try:
             replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
             readers = replicas if self._shares_files else None
             loaded = megatron_versions.load(state, checkpoint.path, self._has_uniform_tp, readers)
-            if converted is not None:
-                optimizer_kinds.fill(converted, self.optimizer, loaded["tensors"], loaded["optimizer"])
-                loaded["optimizer"] = converted
+            if optimizer_state is not None:
+                optimizer_kinds.fill(optimizer_state, self.optimizer, loaded["tensors"], loaded["optimizer"])
+                loaded["optimizer"] = optimizer_state
         except (Exception, CheckpointException) as e:  # untrusted input can cause any error
             problem = f"cannot be loaded: {restricted_pickle.error_message(_inner_error(e))}"
             hint = "resume with the optimizer it was saved with, or from an earlier checkpoint"

@@ -17,7 +17,7 @@ IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 @dataclass(frozen=True)
 class Rows:
-    """`count` rows of a Hugging Face tensor from row `first` on; columns, if the weight is transposed."""
+    """`count` rows of a Hugging Face tensor from row `first` on (columns of it, if the weight is transposed)."""
 
     tensor: str
     first: int
@@ -26,9 +26,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """A Megatron-Core weight. Its name counts layers from 0. `parts`: its rows in order; `columns`: None for a vector;
-    `split`: tensor parallelism divides the rows of each part (0), the columns (1), or nothing (None); `transposed`: the
-    Hugging Face tensor is."""
+    """A Megatron-Core weight. Its name counts layers from 0. `parts`: the matrices that it joins (such as gate and up),
+    each as its rows in order; `columns`: None for a vector; `split`: tensor parallelism divides the rows of each part
+    (0), the columns (1), or nothing (None); `transposed`: the Hugging Face tensor is its transpose."""
 
     name: str
     parts: tuple[tuple[Rows, ...], ...]
@@ -65,7 +65,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def local_rows(weight: Weight, rank: int, row_count: int) -> Iterator[tuple[int, Rows]]:
-    """Yield (first local row, rows) for the `row_count` rows that tensor-parallel rank `rank` holds.
+    """Yield (number of the first local row, rows) for the `row_count` rows that tensor-parallel rank `rank` holds.
     The rows that pad a vocabulary are in no tensor, so they are omitted."""
     part_rows, split_index = row_count // len(weight.parts), rank if weight.split == 0 else 0
     for number, part in enumerate(weight.parts):
@@ -92,7 +92,7 @@ def _full(tensor: str, rows: int) -> tuple[Rows, ...]:
 
 
 def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple[Rows, ...]:
-    """Return the queries, keys and values of all heads in Megatron-Core's order."""
+    """Return the rows of queries, keys and values group by group, as Megatron-Core orders them."""
     key_rows, query_rows = spec.head_width, spec.heads // spec.kv_heads * spec.head_width
     return tuple(
         Rows(rows.tensor, rows.first + group * count, count)

@@ -1,7 +1,7 @@
 """The weights of a checkpoint by Megatron-Core's names, read one by one without Megatron-Core or a GPU.
 
 Megatron-Core's dist_checkpointing stacks layers along the first axis and experts along the next. It saves each weight
-in the pieces that the ranks held. :class:`SavedWeights` returns the same for a checkpoint of any layout.
+in the pieces that the ranks held. :class:`SavedWeights` returns full weights, whatever the checkpoint's layout.
 """
 
 import itertools
@@ -29,9 +29,9 @@ _HINT = "export an earlier checkpoint"
 class _TensorLoader(DefaultLoadPlanner):
     """A load planner that assembles pieces into one tensor, `target`."""
 
-    def __init__(self, target: torch.Tensor, origin: torch.Size) -> None:
+    def __init__(self, target: torch.Tensor) -> None:
         super().__init__()
-        self.target, self.origin = target, origin
+        self.target = target
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         spans = zip(read_item.dest_offsets, read_item.lengths, strict=True)
@@ -89,7 +89,7 @@ class SavedWeights(Mapping[str, torch.Tensor]):
             raise DataError(f"the checkpoint has only a part of {name}", where=self.directory, hint=_HINT)
         try:
             target = torch.empty(padded_shape, dtype=metadata.properties.dtype, device="cpu")
-            self._reader.read_data(LoadPlan(pieces), _TensorLoader(target, chunk.offsets)).wait()
+            self._reader.read_data(LoadPlan(pieces), _TensorLoader(target)).wait()
         except Exception as e:  # damaged bytes can cause any error of torch.load
             problem = f"{name} cannot be read: {restricted_pickle.error_message(e)}"
             raise DataError(problem, where=self.directory, hint=_HINT) from e

@@ -21,7 +21,7 @@ from holmes_hpc.lifetime import end_with
 from holmes_hpc.training.checkpoint.file_checksums import write_checksums
 from holmes_hpc.training.rank.log import log_line
 
-RESULT_WAIT_S = 30  # after the writer has exited
+RESULT_WAIT_S = 30  # for a result that is still in the pipe after the writer has exited
 START_S = 10.0  # a fork runs within milliseconds
 FORKS = 3
 
@@ -50,8 +50,8 @@ class Results:
 def start(calls: AsyncCallsQueue, request: AsyncRequest, path: Path, rank: int) -> None:
     """Schedule `request` with a writer that also records its files' checksums. Return when the writer runs.
 
-    A fork can hang before it runs Python code: CPython before 3.11.10 deadlocks in it if a thread of gloo was creating
-    its thread state (gh-112275). Such a fork has written nothing. It is killed and made again from the same state.
+    A fork can hang before it runs Python code: CPython before 3.11.10 deadlocks in the fork if a thread of gloo was
+    creating its thread state (gh-112275). Such a fork has written nothing. It is killed, and forked again.
     """
     if request.async_fn is None:
         calls.schedule_async_request(request)
@@ -77,7 +77,7 @@ def start(calls: AsyncCallsQueue, request: AsyncRequest, path: Path, rank: int) 
 def _write(
     write: Callable[..., None], path: Path, rank: int, rank_pid: int, sender: Connection, *args: Any, **kwargs: Any
 ) -> None:
-    """Write the files and their checksums. Report to `sender` at the start. End when the rank ends."""
+    """Write the files and their checksums in the writer process. First notify `sender`. Exit if the rank exits."""
     writer_pid = os.getpid()
     end_with(rank_pid)
     os.register_at_fork(after_in_child=lambda: end_with(writer_pid))
@@ -92,7 +92,7 @@ def _write(
 
 
 def _check_children(*_: object) -> None:
-    """Raise an error if the process of a file was killed. Megatron-Core waits for its result without end."""
+    """Raise an error if the process that writes a file was killed. Megatron-Core would wait for its result forever."""
     with contextlib.suppress(ChildProcessError):
         ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None and ended.si_status:

@@ -122,7 +122,7 @@ def test_full_disk_is_named_with_what_to_do_after_it(tmp_path: Path) -> None:
     message = f"{unfinished}: cannot write the checkpoint: No space left on device; free some space, then "
     assert str(checkpoint_directory.write_error(unfinished, full)) == f"{message}run it again"
     create(tmp_path, 4)
-    assert str(checkpoint_directory.write_error(unfinished, full)) == f"{message}`holmes resume` it after step 4"
+    assert str(checkpoint_directory.write_error(unfinished, full)) == f"{message}`holmes resume` the run from step 4"
 
 
 def test_half_written_checkpoint_of_a_failed_save_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
