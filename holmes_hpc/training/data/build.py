@@ -11,13 +11,13 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import Prefix, parse_blend
 from holmes_hpc.training.data.samples import Samples
 
-_VALIDATION = 1 << 32  # offset of the validation seed, which thus differs from any 32-bit seed
+_VALIDATION = 1 << 32  # added to the seed of validation data, which thus differs from any 32-bit seed
 _NOISE = 0.1  # share of random tokens in learnable data
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Random tokens, each sample a function of seed and index.
+    """Random tokens; `seed` and the sample's index determine each sample.
     `learnable`: 90% of the tokens are their predecessor plus 1."""
 
     seed: int
@@ -46,9 +46,9 @@ def build_datasets(
     """Return the training samples, and the validation samples if `train.eval_interval` is above 0.
 
     Rank 0 and all ranks that need data call it, after torch.distributed is initialized if it is used. Rank 0 checks the
-    data and builds the index in `data.cache`, else under `run_dir`. The others wait for its result in the rendezvous
-    store, without a barrier. Raise DataError, the same on all ranks, for data that are missing, damaged, too short or
-    of another vocabulary.
+    data and builds the index in `data.cache`, else under `run_dir`. The others read rank 0's result in the rendezvous
+    store, without a barrier. Raise the same DataError on all ranks for data that are missing, damaged or too short, or
+    that exceed the model's vocabulary.
     """
     seed = train.seed if data.seed is None else data.seed
     evaluates = train.eval_interval > 0

@@ -1,6 +1,6 @@
 """Megatron's indexed data sets: checked, split, blended, and in an order that does not depend on the layout.
 
-GPTDataset splits one epoch of documents into shuffled samples. One rank builds its index, in a cache directory that
+GPTDataset cuts one epoch of documents into shuffled samples. One rank builds its index, in a cache directory that
 appears complete or not at all. Megatron's BlendedMegatronDatasetBuilder is not used, since it has barriers over all
 ranks, and its order depends on the number of steps. Its blending rule (`build_blending_indices`) is used.
 """
@@ -60,7 +60,8 @@ vars(gpt_dataset).update(numpy=_NumpyWithoutPickles(), safe_numpy_load=_NumpyWit
 
 
 class Source:
-    """The endless samples of one split of one prefix: epochs, each in its own order."""
+    """The endless samples of one split of one prefix, epoch after epoch, each in an order of its own.
+    `fractions`: (first, last) of the prefix's sequences; `config`: a GPTDatasetConfig."""
 
     def __init__(self, prefix: Prefix, fractions: tuple[float, float], split: Split, config: Any) -> None:
         self.name = prefix.path
@@ -80,21 +81,21 @@ class Source:
 
 
 class Blend:
-    """The samples of several sources, interleaved so that each part of the order has the weights' proportions."""
+    """The samples of several sources, interleaved so that any stretch of samples has the weights' proportions."""
 
     def __init__(self, sources: Sequence[Samples], weights: Sequence[float]) -> None:
         self.name = "blend of " + ", ".join(s.name for s in sources)
         self._sources = sources
-        self._weights = np.array(weights, dtype=np.float64) / sum(weights)
+        self._weights = (np.array(weights, dtype=np.float64) / sum(weights)).tolist()
 
     def __len__(self) -> int:
         return sum(len(s) for s in self._sources)
 
     @cached_property
     def _pattern(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The source of each sample of a period, its index in that source, and the number of samples of each source."""
         sources, samples = np.zeros(_BLEND_PERIOD, np.int16), np.zeros(_BLEND_PERIOD, np.int64)
-        weights = self._weights.tolist()
-        helpers.build_blending_indices(sources, samples, weights, len(self._sources), _BLEND_PERIOD, False)
+        helpers.build_blending_indices(sources, samples, self._weights, len(self._sources), _BLEND_PERIOD, False)
         return sources, samples, np.bincount(sources, minlength=len(self._sources))
 
     def tokens(self, index: int) -> np.ndarray:
@@ -121,9 +122,9 @@ def build(
 
     def build_all(prefixes: Sequence[Prefix], directory: Path) -> list[Samples]:
         identifiers = {"class": "_Vocabulary", "vocab_size": plan.model.vocab}
-        # The attributes that Megatron reads without masks or tokenization.
+        # Without masks and tokenization, Megatron reads only these attributes. -2 is no token.
         tokenizer = SimpleNamespace(vocab_size=plan.model.vocab, eod=-2, unique_identifiers=identifiers)
-        off = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
+        disabled = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
         config = GPTDatasetConfig(
             random_seed=seed,
             sequence_length=length,
@@ -131,7 +132,7 @@ def build(
             split="1",
             path_to_cache=str(directory),
             tokenizer=tokenizer,
-            **dict.fromkeys(off, False),
+            **dict.fromkeys(disabled, False),
         )
         datasets: list[Samples] = []
         for fractions, kind in zip(split.values(), (Split.train, Split.valid), strict=False):

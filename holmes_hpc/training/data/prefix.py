@@ -72,8 +72,8 @@ def read_summary(path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A complete pair PREFIX.bin and PREFIX.idx. `path`: PREFIX; `sequences`: their number, of which a split gets a
-    share; `dtype`: of the token ids; `changed_ns`: when PREFIX.idx was last written."""
+    """A complete pair PREFIX.bin and PREFIX.idx. `path`: PREFIX; `sequences`: the number of sequences, which a split
+    divides; `dtype`: of the token ids; `changed_ns`: when PREFIX.idx was last written."""
 
     path: str
     sequences: int
@@ -105,7 +105,7 @@ class Prefix:
         return prefix
 
     def first_token(self, sequence: int) -> int:
-        """Return the index in PREFIX.bin of the first token of `sequence`; the number of tokens after the last one."""
+        """Return the number of tokens in PREFIX.bin before `sequence`, which may equal the number of sequences."""
         if sequence == 0:
             return 0
         with open(f"{self.path}.idx", "rb") as f:
@@ -120,8 +120,8 @@ class Prefix:
         return self.bin_bytes // self.dtype().itemsize
 
     def check_index(self, max_bytes: float = math.inf) -> None:
-        """Raise DataError unless the sequences (in the first `max_bytes` of the index) fill the .bin one after the
-        other, and the documents start at sequences, in their order."""
+        """Raise DataError unless the sequences fill the .bin one after the other, and the documents start at sequences
+        in ascending order. `max_bytes`: how much of either table of the index is checked."""
         end, start, path = 0, 0, f"{self.path}.idx"
         with open_file(path) as f:
             bounds = _HEADER.unpack(f.read(_HEADER.size))[-1]
@@ -151,8 +151,8 @@ class Prefix:
                 start = starts[-1]
 
     def check_tokens(self, vocab: int, max_bytes: float = math.inf) -> None:
-        """Raise DataError if a token (of the first `max_bytes`) exceeds a vocabulary.
-        Nothing is read if PREFIX.json has a vocabulary that is not larger."""
+        """Raise DataError if a token in the first `max_bytes` is not in a vocabulary of `vocab` ids.
+        Nothing is read if PREFIX.json records a vocabulary of at most that size."""
         if self.vocab() <= vocab:
             return
         with open(f"{self.path}.bin", "rb") as f:
@@ -168,7 +168,7 @@ class Prefix:
 
 
 def _wrong_size(size: int, expected: int, source: str) -> Case:
-    """Return the error case of a file whose size differs from the one in its header or index."""
+    """Return the case (for DataError.refuse) of a file whose size is not `expected`, which its `source` implies."""
     problem = "truncated" if size < expected else "too long"
     return size != expected, f"{problem}: {size} bytes, its {source} implies {expected}", _PREPARE_HINT
 
@@ -191,7 +191,7 @@ def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], 
 
 
 def parse_split(split: str, evaluates: bool) -> dict[str, tuple[float, float]]:
-    """Parse "90,10" into training and validation -> (first, last) as fractions of the data.
+    """Parse "90,10" into {"training": (first, last), "validation": (first, last)}, as fractions of the data.
     Validation is omitted unless the run `evaluates`."""
     try:
         parts = [float(p) for p in str(split).split(",")]

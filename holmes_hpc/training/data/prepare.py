@@ -42,7 +42,7 @@ Progress = Callable[[str, int, int], None]  # stage ("tokenize", "join"), bytes 
 
 @dataclass(frozen=True)
 class DatasetSummary:
-    """The summary of PREFIX.bin and PREFIX.idx, also written to PREFIX.json. `input_bytes`: of the files on disk."""
+    """The summary of PREFIX.bin and PREFIX.idx, also written to PREFIX.json. `input_bytes`: the files' size on disk."""
 
     prefix: str
     files: int
@@ -181,7 +181,7 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
 def _refuse_other_data(prefix: str, sources: dict[str, str]) -> None:
     """Raise ConfigError if PREFIX has data of other or unknown sources."""
     existing = [path for path in (f"{prefix}.idx", f"{prefix}.bin") if os.path.exists(path)]
-    if not existing or os.path.isdir(f"{prefix}.parts"):  # an interrupted preparation has passed this check before
+    if not existing or os.path.isdir(f"{prefix}.parts"):  # the preparation that left .parts has passed this check
         return
     summary = read_summary(prefix)
     if summary.get("made_from") != sources:
@@ -225,7 +225,7 @@ def _plan_parts(extents: Sequence[text_files.Extent], directory: Path, max_bytes
 
 
 def _remove_stale_parts(directory: Path, parts: Sequence[_Part]) -> int:
-    """Remove unfinished parts and those of other files or settings; return the number of finished parts."""
+    """Remove unfinished parts, and parts of other files or settings. Return the number of finished `parts`."""
     current = {f"{p.target}{end}" for p in parts if p.is_done for end in (".bin", ".npz")} | {str(directory / "lock")}
     for path in directory.iterdir():
         if str(path) not in current:
@@ -260,7 +260,7 @@ def _tokenize(parts: Sequence[_Part], tokenizer: str | None, json_key: str, work
                     future.result()
                 report("tokenize", min(read_bytes.value, total), total)
         except BrokenProcessPool as e:
-            hint = "use fewer --workers (memory?) and run it again: it continues where it stopped"
+            hint = "use fewer --workers, if memory ran out, and run it again: it continues where it stopped"
             raise RunFailed("a worker process was killed", where="data prepare", hint=hint) from e
         finally:
             pool.shutdown(wait=True, cancel_futures=True)

@@ -54,7 +54,7 @@ def permute(index: int, size: int, key: tuple[int, int]) -> int:
 
 
 def sample_indices(step: int, micro_batch: int, dp_rank: int, dp: int, micro_size: int, global_size: int) -> range:
-    """Return the consecutive samples of one micro-batch. A step orders samples by micro-batch, then by rank."""
+    """Return the indices of one micro-batch's samples. A step orders its samples by micro-batch, then by DP rank."""
     start = step * global_size + (micro_batch * dp + dp_rank) * micro_size
     return range(start, start + micro_size)
 
@@ -72,7 +72,7 @@ def batches(
 
     A step has `plan.micro_batches`, or with per-stage TP/DP those that the plan routes to this replica. Keys: tokens,
     labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape); attention_mask
-    (None means causal; with `document_end`, a token, see :func:`separate_documents`). All are on `device`; only token
+    (None: causal; see :func:`separate_documents` if `document_end`, a token, is set). All are on `device`; only token
     ids are copied from the host. Raise DataError for a token beyond the model's vocabulary.
     """
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
@@ -121,7 +121,7 @@ def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, sta
 
 
 def prefetch(stream: Iterator[Any]) -> Iterator[Any]:
-    """Yield from `stream`, which a thread computes :data:`DEPTH` steps ahead. An error is raised in its place."""
+    """Yield from `stream`, which a thread computes :data:`DEPTH` elements ahead. An error is raised in its turn."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
         futures = deque(thread.submit(next, stream, end) for _ in range(DEPTH))

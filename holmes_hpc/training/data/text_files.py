@@ -56,7 +56,7 @@ def extents(path: str, max_bytes: int) -> list[Extent]:
 
 
 def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether it ends a document). `on_read` gets the number of bytes of the file as they are consumed.
+    """Yield (text, whether it ends a document). `on_read` gets the number of bytes read since its last call.
 
     A file named .jsonl, .ndjson or .json (before a suffix like .gz) has one JSON object per line, with its text under
     `json_key`. A Parquet file has one document per row, in the column of that name. Any other file is one document,
@@ -100,7 +100,7 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by a file's first bytes
 
 
 class _CountingReader:
-    """A reader of `f` that reports its progress to `on_read`, in bytes of the file `raw` that it decompresses."""
+    """A reader of `f` that reports its progress to `on_read`, in bytes of `raw`, the file that `f` decompresses."""
 
     def __init__(self, raw: IO[bytes], f: IO[bytes], on_read: Callable[[int], None]) -> None:
         self._raw, self.file, self._on_read, self._reported = raw, f, on_read, 0
@@ -136,7 +136,7 @@ def _text(extent: Extent, json_key: str, reader: _CountingReader) -> Iterator[tu
         reader.report()
     tail = _decode(decoder, b"", position, extent, final=True)
     is_end_of_file = extent.end is None or extent.end == extent.size
-    if tail or (is_end_of_file and (has_text or extent.start)):
+    if tail or (is_end_of_file and (has_text or extent.start)):  # also if no line starts in the last extent
         yield tail, is_end_of_file
 
 

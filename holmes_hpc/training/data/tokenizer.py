@@ -94,8 +94,8 @@ def load_tokenizer(path: str | None) -> Tokenizer:
 
 
 def run_limited(tokenizer: Tokenizer, task: Callable[[], None]) -> None:
-    """Run `task`, which encodes texts. DataError if one takes too long: a regular expression in a tokenizer.json may
-    need exponential time."""
+    """Run `task`, which encodes texts. Raise DataError if a text takes too long: a regular expression in a
+    tokenizer.json may need exponential time."""
     if isinstance(tokenizer, ByteTokenizer):
         return task()
     ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
