@@ -28,7 +28,7 @@ from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.training.metrics.profiler import Ranges
 from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent
 
-# Megatron-Core's timers by the start of their names. The loop itself measures forward-backward.
+# Start of the name of a Megatron-Core timer -> part of a step. The training loop measures forward-backward itself.
 _TIMERS = (
     ("forward-compute", "compute_s"),
     ("backward-compute", "compute_s"),
@@ -39,7 +39,7 @@ _GRADIENTS = ("all-grads-sync", "all-reduce")
 
 
 class Timer:
-    """A timer with Megatron-Core's interface. If `on_stop` is set, it is called with the start time of each span."""
+    """A timer with Megatron-Core's interface. If `on_stop` is set, it is called at each stop, with the start time."""
 
     def __init__(self, breakdown: "Breakdown", part: str | None, name: str) -> None:
         self._breakdown, self._part, self._name, self._start = breakdown, part, name, 0.0
@@ -86,7 +86,7 @@ class Breakdown:
         self._last = now
 
     def enter(self, part: str, name: str = "") -> None:
-        """Start a part. `name`: in profiles, by default the part's."""
+        """Start a part. `name`: its name in profiles; by default `part`."""
         self._switch(self._stack[-1])
         self._stack.append(part)
         self._ranges.push(name or part)
@@ -114,7 +114,7 @@ class Breakdown:
         self._spans.clear()
 
     def take(self) -> dict[str, float]:
-        """Return part -> seconds since the last call or :meth:`begin`. They add up to the time in between."""
+        """Return part -> seconds since the last call or :meth:`begin`. They add up to the time that has passed."""
         self._switch(self._stack[-1])
         if self._cuda:
             self._events[-1][0].synchronize()
@@ -122,11 +122,11 @@ class Breakdown:
                 self._spans.append((part, start.elapsed_time(end) / 1000))
             del self._events[:-1]
         spans, self._spans = self._spans, []
-        passes = [i for i, (part, _) in enumerate(spans) if part == "compute_s"] or [0]
+        computing = [i for i, (part, _) in enumerate(spans) if part == "compute_s"] or [0]
         totals = dict.fromkeys(PARTS, 0.0)
         for i, (part, seconds) in enumerate(spans):
-            is_outside = part == "pipeline_wait_s" and not passes[0] < i < passes[-1]
-            totals["fill_drain_s" if is_outside else part] += seconds
+            is_fill_or_drain = part == "pipeline_wait_s" and not computing[0] < i < computing[-1]
+            totals["fill_drain_s" if is_fill_or_drain else part] += seconds
         return totals
 
 
@@ -178,13 +178,13 @@ def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> 
 
     Megatron-Core's schedules do not name the micro-batch. `passes` lists the passes of this stage in a step, in order.
     """
-    number, held_passes = count(), 0
+    numbers, held_passes = count(), 0
 
     def add_event(start: float) -> None:
         nonlocal held_passes
         if not torch.is_grad_enabled():
             return  # validation
-        current = passes[next(number) % len(passes)]
+        current = passes[next(numbers) % len(passes)]
         held_passes += current.forward
         kind = "forward" if current.forward else "backward"
         trace(TraceEvent(kind, current.micro_batch, current.chunk, start, time.time(), held_passes))

@@ -28,7 +28,7 @@ from holmes_hpc.training.network.nic_bytes import Rows, sum_by_kind
 Write = Callable[[int, Mapping[str, float]], None]
 RANKS_EVERY = 100  # steps between the lines of ranks.jsonl
 # The columns of a row: loss sum, loss count, peak memory, step time, tokens of its experts, seven byte counts,
-# the parts of the step, and what the rank has sent to each of its destinations.
+# the parts of the step, what the rank has sent to each destination, and (with train.openmetrics) its GPU figures.
 _LOSS, _COUNT, _MEMORY, _STEP, _EXPERT_TOKENS, _NIC = 0, 1, 2, 3, 4, 5
 _PARTS = _NIC + 7
 _SENT = _PARTS + len(PARTS)
@@ -50,8 +50,8 @@ def rank_row(
     expert_tokens: int = 0,
 ) -> torch.Tensor:
     """Return one rank's row for one step, a vector in fp64. `loss_sum`, `loss_count`: of its micro-batches on the first
-    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: see
-    :meth:`Destinations.row`; `expert_tokens`: see :class:`holmes_hpc.training.model.experts.TokenCounter`."""
+    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: of
+    :meth:`Destinations.row` and :meth:`GpuFigures.read`; `expert_tokens`: of :class:`TokenCounter` in experts.py."""
     first = loss_sum, loss_count, memory, step_time_s, expert_tokens
     return torch.tensor([*first, *nic, *(parts[p] for p in PARTS), *sent], dtype=torch.float64)
 
@@ -63,10 +63,10 @@ def metrics_line(
 
     `fields`: further fields of the line; `speeds`: see :func:`speeds_of`.
     """
-    losses, count = sum(rows[:, _LOSS].tolist()), rows[:, _COUNT].sum()  # rank after rank, as recorded losses are
+    losses, count = sum(rows[:, _LOSS].tolist()), rows[:, _COUNT].sum()  # numpy's sum would round losses differently
     step_time_s = float(rows[0, _STEP])
     samples_per_s = plan.batch.global_size / step_time_s
-    per_gpu = 1e12 * plan.world_size * step_time_s
+    tera_gpu_seconds = 1e12 * plan.world_size * step_time_s
     rows_of_stage = [rows[ranks.ravel()] for ranks in plan.parallel.grid()]
     stages = [  # the mean over the stage's ranks, in seconds; the parts add up to the step's time
         dict(zip(PARTS, stage_rows[:, _PARTS:_SENT].mean(axis=0).tolist(), strict=True)) for stage_rows in rows_of_stage
@@ -80,11 +80,11 @@ def metrics_line(
         **(_experts(plan, [r[:, _EXPERT_TOKENS] for r in rows_of_stage]) if plan.model.experts.count else {}),
         "tokens_per_s": samples_per_s * plan.batch.sequence_length,
         "samples_per_s": samples_per_s,
-        "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / per_gpu,
+        "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / tera_gpu_seconds,
         "hardware_tflops_per_gpu": hardware_flops_per_step(
             plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
         )
-        / per_gpu,
+        / tera_gpu_seconds,
         "breakdown": stages,
         "share_of_limit": limit_s([stage["compute_s"] for stage in stages], speeds) / step_time_s,
         "nic_bytes": sum_by_kind(plan, nic_rows(rows)),
@@ -93,7 +93,7 @@ def metrics_line(
 
 
 def _experts(plan: Plan, tokens: Sequence[Rows]) -> dict[str, float]:
-    """Return the load of the experts. `tokens`: for each stage, the tokens that the experts of each rank computed."""
+    """Return the fields on experts. `tokens`: for each stage, how many tokens the experts of each rank computed."""
     fields = {"expert_imbalance": max(float(counts.max() * len(counts) / max(1, counts.sum())) for counts in tokens)}
     if plan.model.experts.capacity is not None:
         routed = plan.batch.tokens * plan.model.experts.top_k * plan.model.layers
@@ -117,7 +117,7 @@ def log_text(line: Mapping[str, Any], last_step: int) -> str:
 
 
 def rank_line(rows: Rows, step: int) -> dict[str, Any]:
-    """Return a line of ranks.jsonl: what the metrics line holds of each stage only, of every rank."""
+    """Return a line of ranks.jsonl: figures of every rank, of which the metrics line has only one per stage."""
     return {
         "step": step,
         "compute_s": part_by_rank(rows, "compute_s").tolist(),
@@ -131,7 +131,7 @@ def nic_rows(rows: Rows) -> Rows:
 
 
 def sent_rows(rows: Rows) -> Rows:
-    """Return what every rank has sent to its destinations, as :meth:`Destinations.row` returned it."""
+    """Return every rank's `sent`, as in :func:`rank_row`."""
     return rows[:, _SENT:]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Monitors:
-    """The monitors of a session, which export ``train.openmetrics`` too.
+    """The monitors of a session. They also pass each step to the exporter of ``train.openmetrics``, if it is set.
 
     `factors`: see :class:`holmes_hpc.training.network.audit.Audit`; `checkpoints`: see :class:`Exporter`."""
 
@@ -48,8 +48,8 @@ class Monitors:
         self._exporter = Exporter(session, train, factors, checkpoints, planned) if has_exporter else None
 
     def add(self, rows: Rows, line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
-        """Add a step; yield warnings. `line`: its line of metrics.jsonl; `is_step_only`: no checkpoint or validation
-        has added traffic or time."""
+        """Add a step; yield warnings. `rows`: of all ranks; `line`: the step's line of metrics.jsonl; `is_step_only`:
+        no checkpoint or validation has added traffic or time."""
         sent = sent_rows(rows)
         if not self.one_host:
             yield from self._audit.add(nic_rows(rows), is_step_only)
@@ -59,7 +59,7 @@ class Monitors:
         yield from self._stragglers.add(part_by_rank(rows, "compute_s"))
         if self._exporter is not None:
             slow = {} if self.one_host else {**self._links.slow, **self._edges.slow}
-            self._exporter.add(line, slow, sent[:, self._destinations.width :].tolist())
+            self._exporter.add(line, slow, gpus=sent[:, self._destinations.width :].tolist())
 
     def close(self) -> None:
         """Write the metrics of the last step."""

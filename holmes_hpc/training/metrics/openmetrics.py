@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
     from holmes_hpc.training.session import Session
 
-EVERY_S = 5.0  # between two writes
+EVERY_S = 5.0  # between two writes, or two readings of a GPU
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 GPU_FIGURES = ("gpu_utilization_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_memory_bytes")
-LINE_FIELDS = {
+LINE_FIELDS = {  # family -> field of a metrics line
     "step": "step",
     "step_seconds": "step_time_s",
     "loss": "loss",
@@ -44,21 +44,21 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {  # kind, labels, help
     "step_seconds": ("gauge", (), "time of the last step"),
     "loss": ("gauge", (), "mean over the batch"),
     "tokens_per_second": ("gauge", (), "over all ranks"),
-    "mfu_ratio": ("gauge", (), "model FLOP/s by the peak of the GPUs"),
-    "share_of_limit_ratio": ("gauge", (), "throughput by that of a step in which no rank waits"),
-    "goodput_ratio": ("gauge", (), "seconds of steps that counted by seconds since the run was created"),
+    "mfu_ratio": ("gauge", (), "model FLOP/s, divided by the peak FLOP/s of the GPUs"),
+    "share_of_limit_ratio": ("gauge", (), "throughput, divided by that of a step in which no rank waits"),
+    "goodput_ratio": ("gauge", (), "seconds in steps not repeated, divided by seconds since the run was created"),
     "restarts": ("gauge", (), "attempts before this one"),
     "checkpoint_step": ("gauge", (), "step of the last checkpoint"),
     "slow_links": ("gauge", (), "number of links that are slow"),
-    "slow_link_ratio": ("gauge", ("link",), "time that a slow link takes by its planned or earlier time"),
+    "slow_link_ratio": ("gauge", ("link",), "time that a slow link takes, divided by its planned or earlier time"),
     "part_seconds": ("gauge", ("stage", "part"), "parts of the last step, means over the ranks of the stage"),
-    "peak_memory_bytes": ("gauge", ("stage",), "largest peak so far of its ranks"),
+    "peak_memory_bytes": ("gauge", ("stage",), "largest peak so far of the stage's ranks"),
     "nic_bytes": ("counter", ("network", "direction"), "counted on the NICs of all nodes"),
     "nic_planned_bytes": ("counter", ("network",), "planned to be sent in the same steps, with headers"),
     "fabric_bytes": ("counter", ("sender", "receiver"), "payload of TCP between two fabrics"),
     "fabric_planned_bytes": ("counter", ("sender", "receiver"), "planned payload in the same steps"),
     "gpu_utilization_ratio": ("gauge", ("rank",), "share of time in which kernels ran"),
-    "gpu_power_watts": ("gauge", ("rank",), "draw"),
+    "gpu_power_watts": ("gauge", ("rank",), "power draw"),
     "gpu_temperature_celsius": ("gauge", ("rank",), "temperature"),
     "gpu_memory_bytes": ("gauge", ("rank",), "memory in use, also by other processes"),
 }
@@ -66,8 +66,8 @@ Sample = tuple[str, Sequence[Any], float]  # family, values of its labels, value
 
 
 class GpuFigures:
-    """The GPU_FIGURES of a rank's GPU, read by NVML every five seconds. NaN without the package nvidia-ml-py, and for
-    figures that the GPU lacks. `device`: None for no figures at all."""
+    """The GPU_FIGURES of a rank's GPU, read by NVML every five seconds. Figures are NaN without the package
+    nvidia-ml-py, or if the GPU lacks them. `device`: None if no figures are to be read."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device, self._read_at = device, -math.inf
@@ -76,13 +76,13 @@ class GpuFigures:
     def read(self) -> list[float]:
         if self._device is not None and time.monotonic() - self._read_at >= EVERY_S:
             self._read_at = time.monotonic()
-            readers = (
+            readers = (  # function, divisor of its unit
                 (torch.cuda.utilization, 100),
                 (torch.cuda.power_draw, 1000),
                 (torch.cuda.temperature, 1),
                 (torch.cuda.device_memory_used, 1),
             )
-            self._figures = [self._figure(reader) / unit for reader, unit in readers]
+            self._figures = [self._figure(reader) / divisor for reader, divisor in readers]
         return self._figures
 
     def _figure(self, reader: Callable[..., float]) -> float:
@@ -95,7 +95,7 @@ class GpuFigures:
 class Exporter:
     """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
 
-    `factors`: bytes on the wire per byte of payload, by network; `checkpoints`: of the run; `planned`: of its plan."""
+    `factors`: header factors by network; `checkpoints`: of the run; `planned`: of :func:`audit.planned_bytes`."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class Exporter:
         self._planned_between = planned_fabric_bytes(plan, planned)
         self._peak_tflops = statistics.fmean(plan.site.pool(place.pool).gpu.peak_tflops for place in plan.places)
         self._submitted = datetime.fromisoformat(run.read_run()["created"]).timestamp()
-        # Later attempts do not repeat these steps.
-        kept = [line for line in run.metrics() if line["step"] <= checkpoints.saved_step]
+        # This attempt does not repeat the steps up to its checkpoint.
+        useful_lines = [line for line in run.metrics() if line["step"] <= checkpoints.saved_step]
         self._run_name = run.name
-        self._useful_s = float(finite([number(line.get("step_time_s")) for line in kept]).sum())
+        self._useful_s = float(finite([number(line.get("step_time_s")) for line in useful_lines]).sum())
         self._totals = defaultdict[tuple[str, ...], float](float)  # of this attempt's steps, by family and labels
         self._latest: tuple[Any, ...] | None = None  # arguments of :meth:`add`
         self._text, self._written_at, self._has_failed = "", -math.inf, False
@@ -130,7 +130,7 @@ class Exporter:
     def add(self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]) -> None:
         """Add a step, and write its metrics if the last write is five seconds old.
 
-        `line`: the step's of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: every rank's GPU figures.
+        `line`: the step's line of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: each rank's GPU_FIGURES.
         """
         self._useful_s += line["step_time_s"]
         for network, amount in self._planned.items():
@@ -140,9 +140,9 @@ class Exporter:
             ("fabric_bytes", line.get("fabric_bytes", {})),
             ("fabric_planned_bytes", self._planned_between),
         ):
-            for key, amounts in sums.items():
-                for other, amount in amounts.items():
-                    self._totals[name, key, other] += amount
+            for first_label, amounts in sums.items():
+                for second_label, amount in amounts.items():
+                    self._totals[name, first_label, second_label] += amount
         self._latest = line, slow, gpus
         if time.monotonic() - self._written_at >= EVERY_S:
             self.write()
@@ -201,21 +201,21 @@ def to_text(run: str, samples: Iterable[Sample]) -> str:
 
 @cache
 def _sample_name(name: str, *labels: Any) -> str:
-    """Return the name of a sample with its labels, of which the run is the first. Cached, because it takes longest."""
+    """Return a sample's name with `labels`: the run, then those of its family. Cached, because this takes longest."""
     kind, label_names, _ = FAMILIES[name]
     pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *label_names), labels, strict=True))
     return f"holmes_{name}{'_total' if kind == 'counter' else ''}{{{pairs}}}"
 
 
-def serve(port: int, text: Callable[[], str]) -> None:
-    """Serve the metrics on all addresses of this node, on threads that end with the process. OSError for a port in
-    use."""
+def serve(port: int, get_text: Callable[[], str]) -> None:
+    """Serve the text of `get_text` on all addresses of this node, on threads that end with the process. Raise OSError
+    if the port is in use."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds for a whole request
 
         def do_GET(self) -> None:
-            body = text().encode()
+            body = get_text().encode()
             self.send_response(200)
             self.send_header("Content-Type", CONTENT_TYPE)
             self.send_header("Content-Length", str(len(body)))

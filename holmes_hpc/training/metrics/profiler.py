@@ -18,7 +18,7 @@ from holmes_hpc.training.rank.log import log_line
 class Ranges:
     """Nested ranges of time while this rank is profiled: in traces of torch's profiler, and with `cuda` in NVTX."""
 
-    active = False  # they cost 14 us each
+    active = False  # only while profiling, because a range costs 14 us
 
     def __init__(self, cuda: bool) -> None:
         self._cuda, self._open = cuda, list[Any]()
@@ -59,8 +59,8 @@ class Profiler:
         self._profile: profile | None = None
 
     def start_step(self, step: int) -> None:
-        """Start the profile if `step` is in its window, end it if it is over. All ranks call it between steps, and wait
-        for those that start or write a profile."""
+        """Start the profile in the first step of its window, and end it after the last one. All ranks call it between
+        steps, and wait for those that start or write a profile."""
         if self._window is None:
             return
         if not self._window.start <= step <= self._window.stop:
