@@ -61,21 +61,21 @@ class SdpaAttention(MegatronModule):
         `query`: (sequence, batch, heads, width); `key`, `value`: (sequence, batch, groups, width); `attention_mask`:
         from samples.separate_documents, or None for a causal mask.
         """
-        attend = partial(self._attend, masked=attention_mask)
+        attend = partial(self._attend, excluded=attention_mask)
         if self._exchanges_heads:  # only with context parallelism
             attend = partial(context_parallel.with_all_tokens, attend)
         return attend(query, key, value).flatten(2)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, masked: torch.Tensor | None
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, excluded: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention output, like `query`. `masked`: True for excluded pairs, as in Megatron-Core's mask."""
+        """Return the attention output, like `query`. `excluded`: True for hidden pairs, as in Megatron-Core's mask."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if context_parallel.size() > 1 and not self._exchanges_heads:
-            return context_parallel.RingAttention.apply(q, k, v, masked, self._scale).permute(2, 0, 1, 3)
-        mask = None if masked is None else ~masked
+            return context_parallel.RingAttention.apply(q, k, v, excluded, self._scale).permute(2, 0, 1, 3)
+        mask = None if excluded is None else ~excluded  # torch's mask is True for included pairs
         dropout = self._dropout if self.training else 0.0
-        # like Megatron-Core, draw different random numbers on each tensor-parallel rank, which has different heads
+        # Tensor-parallel ranks have different heads, so they draw different random numbers, as in Megatron-Core.
         has_own_random_state = dropout and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if has_own_random_state else nullcontext():
             context = F.scaled_dot_product_attention(
@@ -85,19 +85,19 @@ class SdpaAttention(MegatronModule):
 
 
 def refuse_unsupported(document_end: int | None, cuda: bool, config: TransformerConfig) -> None:
-    """Raise ConfigError if this rank's attention lacks the mask that `data.documents` needs to keep documents apart, or
-    context parallelism. `document_end`: the end-of-document token, None if documents are joined."""
-    fused = cuda and has_transformer_engine()
-    rings = context_parallel.size() > 1 and config.cp_comm_type == "p2p" and cuda and not fused
+    """Raise ConfigError if this rank's attention cannot keep documents apart (`data.documents`), or cannot pass keys
+    around a ring. `document_end`: the end-of-document token, None if documents are joined."""
+    is_te = cuda and has_transformer_engine()
+    is_torch_ring = context_parallel.size() > 1 and config.cp_comm_type == "p2p" and cuda and not is_te
     ConfigError.refuse(
         "data.documents",
         (
-            document_end is not None and fused,
+            document_end is not None and is_te,
             "documents cannot be kept apart: Transformer Engine's attention is set up without a mask",
             "use data.documents=joined, or no Transformer Engine",
         ),
         (
-            rings and (document_end is not None or config.params_dtype == torch.float32),
+            is_torch_ring and (document_end is not None or config.params_dtype == torch.float32),
             "ring attention on GPUs supports neither fp32 nor documents that are kept apart",
             "use plan.cp_comm=a2a",
             "plan.cp_comm",
@@ -108,8 +108,8 @@ def refuse_unsupported(document_end: int | None, cuda: bool, config: Transformer
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, masked: bool) -> None:
     """Raise PlanError if the plan assumes fused attention and neither Transformer Engine nor torch supports it.
 
-    The memory would not suffice. The check depends on the model and this GPU, and is skipped on a CPU. `masked`:
-    documents are kept apart by a mask.
+    Unfused attention would need more memory than planned. The check depends on the model and this GPU, and is skipped
+    on a CPU. `masked`: documents are kept apart by a mask.
     """
     gpu = plan.site.pool(plan.places[rank].pool).gpu
     is_planned = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
@@ -133,7 +133,7 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
 
 
 def _torch_fuses(m: ModelSpec, sequence: int, tp: int, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
-    """Return whether torch has a fused kernel for a rank's heads. `m`: the model; `sequence`: its length in tokens."""
+    """Return whether torch has a fused kernel for a rank's heads. `m`: the model; `sequence`: tokens of a sequence."""
     heads = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
     keys = heads[:, : max(1, m.kv_heads // tp)]
     mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device) if masked else None

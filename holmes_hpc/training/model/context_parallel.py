@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-Pending = tuple[torch.Tensor, list[Any]]  # a tensor that arrives, with its requests
+Pending = tuple[torch.Tensor, list[Any]]  # the tensor to receive; requests and, last, the sent tensor, which must live
 
 
 def size() -> int:
@@ -28,15 +28,15 @@ def support_cpu() -> None:
 
 
 def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch.Tensor:
-    """Return the chunks of `rank` (None: this one) of a tensor with all tokens of a sequence along `dimension`."""
+    """Return the two chunks that `rank` (None: this rank) holds of a tensor with all tokens along `dimension`."""
     chunks = whole.chunk(2 * size(), dimension)
     rank = parallel_state.get_context_parallel_rank() if rank is None else rank
     return torch.cat([chunks[rank], chunks[-1 - rank]], dimension)
 
 
 def part_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of a micro-batch of whole sequences, with the whole mask. `loss_tokens`: the tokens with
-    a loss, of all ranks. The loss is divided by them, because the schedules multiply it by the number of ranks."""
+    """Return this rank's part of a micro-batch of whole sequences, with the whole mask. `loss_tokens`: the number of
+    tokens with a loss on all `cp` ranks, by which each divides its loss. The schedules multiply the loss by `cp`."""
     if size() == 1:
         return batch
     part = {name: value if name == "attention_mask" else _part(value, 1) for name, value in batch.items()}
@@ -44,7 +44,7 @@ def part_of(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all of the parts along the first dimension. Gradients return in the same way."""
+    """An all-to-all of the parts along the first dimension, one part per rank. Gradients return in the same way."""
 
     @staticmethod
     def forward(context: Any, sent: torch.Tensor) -> torch.Tensor:
@@ -59,11 +59,11 @@ class _Exchange(torch.autograd.Function):
 
 
 def with_all_tokens(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """Return the output of `attend` for this rank's tokens. It is called with all tokens, but a part of the heads.
-    Tensors are (tokens, batch, heads, width)."""
+    """Return the output of `attend` for this rank's tokens and all heads. `attend` is called with the tokens of all
+    ranks and 1/`cp` of the heads. Tensors are (tokens, batch, heads, width)."""
     heads = [tensor.size(2) // size() for tensor in tensors]
-    parts = torch.cat([tensor.unflatten(2, (size(), -1)) for tensor in tensors], 3).movedim(2, 0)
-    early, late = _Exchange.apply(parts).chunk(2, 1)  # of all ranks
+    parts = torch.cat([tensor.unflatten(2, (size(), -1)) for tensor in tensors], 3).movedim(2, 0)  # one per rank
+    early, late = _Exchange.apply(parts).chunk(2, 1)  # the two chunks of each rank
     output = attend(*torch.cat([early.flatten(0, 1), late.flip(0).flatten(0, 1)]).split(heads, 2))
     return _Exchange.apply(torch.stack([_part(output, 0, rank) for rank in range(size())])).movedim(0, 2).flatten(2, 3)
 
@@ -85,7 +85,7 @@ class RingAttention(torch.autograd.Function):
         scale: float | None,
     ) -> torch.Tensor:
         """Return the attention output, like `query`. Pieces are merged by the logarithms of their softmaxes' sums."""
-        own = passing = torch.stack([key, value])
+        local_key_value = passing = torch.stack([key, value])
         output = torch.zeros_like(query, dtype=torch.float32)
         log_sum = torch.full(query.shape[:3], -torch.inf, device=query.device)
         for step in range(size()):
@@ -99,7 +99,7 @@ class RingAttention(torch.autograd.Function):
             log_sum[:, :, rows] = merged
             passing = _arrived(pending) if pending else passing
         output = output.to(query.dtype)
-        context.save_for_backward(query, own, output, log_sum)
+        context.save_for_backward(query, local_key_value, output, log_sum)
         context.mask, context.scale = mask, scale
         return output
 
@@ -107,7 +107,7 @@ class RingAttention(torch.autograd.Function):
     def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override, unused-ignore]
         query, passing, output, log_sum = context.saved_tensors
         query_gradient = torch.zeros_like(query)
-        own_gradient = torch.zeros_like(passing)
+        kv_gradient = torch.zeros_like(passing)  # of this rank's keys and values
         pending_gradient: Pending | None = None
         for step in range(size()):
             pending = _pass_on(passing) if step < size() - 1 else None
@@ -119,13 +119,13 @@ class RingAttention(torch.autograd.Function):
                 scale=context.scale,
             )
             query_gradient[:, :, rows] += query_piece
-            # the gradients so far, which came with the keys and values
-            sums = own_gradient if step == 0 else _arrived(pending_gradient) if pending_gradient else own_gradient * 0
+            # The gradients so far of these keys and values. After step 1 they arrive from the rank before.
+            sums = kv_gradient if step == 0 else _arrived(pending_gradient) if pending_gradient else kv_gradient * 0
             sums[:, :, :, columns] += piece
             pending_gradient = _pass_on(sums) if step > 0 else None
             passing = _arrived(pending) if pending else passing
-        own_gradient += _arrived(pending_gradient) if pending_gradient else 0
-        return query_gradient, own_gradient[0], own_gradient[1], None, None
+        kv_gradient += _arrived(pending_gradient) if pending_gradient else 0
+        return query_gradient, kv_gradient[0], kv_gradient[1], None, None
 
 
 def _visible(step: int, tokens: int) -> tuple[slice, slice]:
@@ -173,7 +173,7 @@ def _arrived(pending: Pending) -> torch.Tensor:
 def _attend(
     query: torch.Tensor, key_value: torch.Tensor, visible: dict[str, Any], scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the attention output and the logarithm of each softmax's sum, by torch's fused kernel."""
+    """Return the attention output and the logarithm of each softmax's sum. `visible`: arguments of the kernel."""
     key, value = _for_each_query(key_value, query)
     if query.is_cuda:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, **visible, scale=scale)[:2]
@@ -193,16 +193,16 @@ def _attend_backward(
     """Return the gradients of the queries, and of keys and values, of a piece of attention. `output` and `log_sum` are
     those of the whole attention, which give each piece its share."""
     key, value = _for_each_query(key_value, query)
-    passed = gradient, query, key, value, output, log_sum.contiguous()
+    tensors = gradient, query, key, value, output, log_sum.contiguous()
     if query.is_cuda:
-        random_state = [torch.empty(n, dtype=torch.uint64, device=query.device) for n in (2, 0)]  # of no dropout
+        random_state = [torch.empty(n, dtype=torch.uint64, device=query.device) for n in (2, 0)]  # for dropout: unused
         lengths = None, None, query.size(2), key.size(2)
         queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *passed, *lengths, 0.0, visible["is_causal"], *random_state, scale=scale
+            *tensors, *lengths, 0.0, visible["is_causal"], *random_state, scale=scale
         )
     else:
         queries, *key_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *passed, 0.0, **{"is_causal": False, **visible}, scale=scale
+            *tensors, 0.0, **{"is_causal": False, **visible}, scale=scale
         )
     return queries, torch.stack(key_values).unflatten(2, (key_value.size(2), -1)).sum(3)
 

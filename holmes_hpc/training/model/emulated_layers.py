@@ -2,9 +2,9 @@
 
 Many ranks on few cores then behave like accelerators on a real network. A layer's forward pass takes
 `train.pace_layer_ms` times the `train.pace_factors` of its pool or node; its backward pass takes twice that. A
-recomputed forward pass takes its time again. A pass takes the time of its layers: embedding, head, and delays by other
-ranks on the same cores are part of it. The optimizer and experts' exchanges take their actual time. Losses and
-gradients do not change.
+recomputed forward pass takes its time again. A pass takes the time of its layers, which includes the embedding, the
+head, and delays by other ranks on the same cores. The optimizer and experts' exchanges take their actual time, in
+addition. Losses and gradients do not change.
 """
 
 from __future__ import annotations
@@ -45,14 +45,12 @@ def wait_until(moment: float) -> None:
 
 
 class Clock:
-    """The clock of a rank: when the layers of its pass so far are due to end (``time.perf_counter`` seconds)."""
+    """The clock of a rank: the time (of ``time.perf_counter``) at which the layers of its current pass are to end."""
 
     def __init__(self) -> None:
         self._end = self._finished = self.exchanged_s = 0.0
-        self._pass: tuple[str, int] | None = None  # its direction and chunk; None before its first layer
-        self._rest_s: dict[
-            tuple[str, int], float
-        ] = {}  # seconds of a pass after its last layer, by direction and chunk
+        self._pass: tuple[str, int] | None = None  # the current pass: direction and chunk; None before its first layer
+        self._rest_s: dict[tuple[str, int], float] = {}  # (direction, chunk) -> seconds of a pass after its last layer
         self._direction = "forward"
 
     def start_pass(self, direction: str) -> None:
@@ -64,8 +62,8 @@ class Clock:
         self.exchanged_s += seconds
 
     def start_layer(self, seconds: float, layer_pass: tuple[str, int], is_last: bool) -> float:
-        """Return when the next layer, which takes `seconds`, is due to end. The last one of a pass ends earlier, which
-        leaves time for what follows it in the pass. `layer_pass`: the layer's direction and chunk."""
+        """Return when the next layer, which takes `seconds`, is due to end. `layer_pass`: its direction and chunk.
+        The last layer of a pass ends earlier, by the time that the rest of the pass (such as the head) takes."""
         self._end += seconds
         is_last_of_pass = is_last and layer_pass[0] == self._direction  # not a recomputed one
         return self._end - (self._rest_s.get(layer_pass, 0.0) if is_last_of_pass else 0.0)
@@ -84,7 +82,7 @@ class Clock:
     def finish_pass(self) -> None:
         if self._pass is not None:
             rest_s = time.perf_counter() - self._finished
-            self._rest_s[self._pass] = max(rest_s, 0.9 * self._rest_s.get(self._pass, 0.0))
+            self._rest_s[self._pass] = max(rest_s, 0.9 * self._rest_s.get(self._pass, 0.0))  # a maximum that decays
             wait_until(self._end)
 
 
@@ -92,8 +90,8 @@ class EmulatedLayer:
     """A layer of a chunk, whose ``forward`` takes `forward_s`, and its backward pass `backward_s`.
     `ends`: whether it is (the first, the last) layer of the chunk.
 
-    Most of the backward's wait comes before its computation. Its gradients then appear at the end of its time, as on an
-    accelerator.
+    In the backward pass, most of the wait comes before the computation. Gradients then appear at the end of the pass's
+    time, as on an accelerator.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class EmulatedLayer:
         self._passes, self._ends = (("forward", chunk), ("backward", chunk)), ends
         self._start = self._end = self._exchanged_s = 0.0
         self._backward_s = backward_s
-        self._compute_s = backward_s  # of the last backward pass; the first one waits after its computation
+        self._compute_s = backward_s  # compute time of the last backward pass; the first waits only after computing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1]) - self._clock.exchanged_s
@@ -122,13 +120,13 @@ class EmulatedLayer:
         if hidden.requires_grad:  # a hook, not a _Mark: Megatron frees a stage's output, which a view would prevent
             hidden.register_hook(self._start_backward)
         _synchronize(hidden)
-        self._clock.finish_layer(end + self._clock.exchanged_s, self._passes[0])
+        self._clock.finish_layer(end + self._clock.exchanged_s, self._passes[0])  # exchanges delay the layer's end
         return (hidden, *extra_outputs) if isinstance(output, tuple) else hidden
 
     def _start_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
         self._end = self._clock.start_layer(self._backward_s, self._passes[1], self._ends[0])
-        wait_until(self._end - 1.2 * self._compute_s)
+        wait_until(self._end - 1.2 * self._compute_s)  # with a margin, because computations vary
         self._start, self._exchanged_s = time.perf_counter(), self._clock.exchanged_s
 
     def _end_backward(self, gradient: torch.Tensor) -> None:

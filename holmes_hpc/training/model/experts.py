@@ -56,7 +56,7 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
 def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
     """Make each layer compute the matrix products of all its experts together, where torch has a kernel for it.
 
-    One expert after the other, launches take longer than the products (benchmarks/results/gpu.md)."""
+    If experts compute one after the other, launches take longer than the products (benchmarks/results/gpu.md)."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
     if config.params_dtype != torch.bfloat16 or config.fp8 or any(width % 8 for width in widths):
         return
@@ -69,8 +69,8 @@ def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig)
 def _all_experts(
     module: SequentialMLP, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Return the output of all experts of a rank, (tokens, hidden), and no bias. `tokens`: sorted by their expert;
-    `weights`: the router's, of each token."""
+    """Return the output of all experts of a rank, (tokens, hidden), and None for the bias. `tokens`: sorted by their
+    expert; `weights`: the router's weight of each token."""
     config, experts = module.config, module.local_experts
     ends = tokens_per_expert.to(tokens.device, torch.int32).cumsum(0, dtype=torch.int32)
     inner = _Products.apply(tokens, ends, *(expert.linear_fc1.weight for expert in experts))
@@ -102,12 +102,12 @@ class _Products(torch.autograd.Function):
 
 def support_cpu() -> None:
     """Make the router and the dispatcher work on CPUs and without Transformer Engine."""
-    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # absent in 0.16, which reads it
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16 reads it without defining it
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a tensor on the host, as numpy's array if requested; Megatron-Core leaves a CPU's tensors unchanged."""
+    """Return a tensor on the host, if requested as a numpy array. Megatron-Core's function ignores tensors on CPUs."""
     if not torch.is_tensor(tensor):
         return tensor
     host_tensor = tensor.to("cpu", non_blocking=True)
@@ -117,14 +117,14 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def forget_loss_scale() -> None:
-    """Make the next forward pass set the scale of the balancing loss, after passes outside a schedule. Backward passes
-    there set one of another shape."""
+    """Make the next forward pass set the scale of the balancing loss. Backward passes outside a schedule, such as those
+    of the warm-up, have set one of another shape."""
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def time_exchanges(add: Callable[[float], None]) -> None:
-    """Call `add` with the seconds of every all-to-all, in forward and backward passes. They do not contain the wait for
-    ranks that still compute."""
+    """Call `add` with the seconds of every all-to-all, in forward and backward passes. A barrier before it keeps the
+    wait for ranks that still compute out of this time."""
     exchange = mappings._AllToAll.forward
 
     def timed_exchange(context: Any, group: dist.ProcessGroup, *arguments: Any) -> Any:
@@ -138,7 +138,7 @@ def time_exchanges(add: Callable[[float], None]) -> None:
 
 
 class TokenCounter:
-    """Counts the tokens that the experts of this rank compute in training, each once per expert and layer."""
+    """A counter of tokens that this rank's experts compute in training. A token counts once per expert and layer."""
 
     def __init__(self, chunks: Iterable[torch.nn.Module]) -> None:
         self._count = 0
@@ -146,7 +146,7 @@ class TokenCounter:
             module.register_forward_pre_hook(self._add)
 
     def _add(self, _module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        self._count += len(inputs[0]) * torch.is_grad_enabled()  # with recomputation, the first pass has no gradients
+        self._count += len(inputs[0]) * torch.is_grad_enabled()  # not in the first of two passes with recomputation
 
     def take(self) -> int:
         """Return the number of tokens since the last call."""
@@ -155,8 +155,8 @@ class TokenCounter:
 
 
 def mark(model: torch.nn.Module) -> None:
-    """Give the experts' weights buffers and optimizers of their own, also at EP 1: data parallelism differs, and
-    checkpoints move between EP sizes."""
+    """Mark the experts' weights, so that they get buffers and optimizers of their own, also at EP 1. Their data
+    parallelism differs from that of other weights, and checkpoints move between EP sizes."""
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -167,8 +167,8 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 
 def gather_once(optimizers: Sequence[Any]) -> None:
-    """Make only the last of several distributed optimizers gather parameters after its update. Each gathers those of
-    all: with experts, Megatron-Core would gather every parameter twice if gathers do not overlap."""
+    """Make only the last of several distributed optimizers gather parameters after its update. Each one gathers the
+    parameters of all, so with experts Megatron-Core would gather every parameter twice if gathers do not overlap."""
     for optimizer in optimizers[:-1]:
         optimizer.step_with_ready_grads = partial(MixedPrecisionOptimizer.step_with_ready_grads, optimizer)
 

@@ -199,7 +199,7 @@ def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
 
 
 def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
-    """Exclude the rows that pad the vocabulary from the softmax. Their number depends on TP."""
+    """Exclude the rows that pad the vocabulary from the softmax. `rows`: of this rank's part of the vocabulary."""
     first = max(0, vocab - parallel_state.get_tensor_model_parallel_rank() * rows)
     if first >= rows:
         return
@@ -212,7 +212,7 @@ def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """Set the columns of logits from `first` on to the least value, in place.
+    """A function that sets the columns of logits from `first` on to the least value, in place.
     The loss's gradient is zero there (the softmax underflows), so the backward pass copies nothing."""
 
     @staticmethod
@@ -270,8 +270,8 @@ def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed
     tp, rank = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
     is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1 and not experts.is_expert(parameter)
     dimension = getattr(parameter, "partition_dim", 0) if is_split else 0
-    indices = [torch.arange(n, device=parameter.device) for n in parameter.shape]  # rows, columns in the full parameter
-    width = parameter.shape[1]
+    indices = [torch.arange(n, device=parameter.device) for n in parameter.shape]  # (rows, columns) of this part
+    width = parameter.shape[1]  # below, indices and width become those of the full parameter
     if is_split and name.endswith("linear_fc1.weight") and plan.model.swiglu:  # its parts of gate and of up
         half = len(indices[0]) // 2
         indices[0] = torch.cat([indices[0][:half] + rank * half, indices[0][:half] + (tp + rank) * half])
@@ -299,8 +299,8 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
 def _loss(
     mask: torch.Tensor | None, tokens: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss".
-    `tokens`: see :func:`context_parallel.part_of`. The copies of the ranks that share a sequence then have the mean."""
+    """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss". `tokens`: see
+    :func:`context_parallel.part_of`. The mean of the copies over the ranks that share a sequence is its mean loss."""
     assert mask is not None  # the last stage, which computes losses, reads the batch
     mask = mask.float()
     loss = (losses.float() * mask).sum() / (mask.sum() if tokens is None else tokens).clamp(min=1)

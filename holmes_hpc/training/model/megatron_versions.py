@@ -139,12 +139,12 @@ def offsets_without_padding(optimizer: Any) -> Iterator[None]:
     saved_maps = [buffer.param_index_map for buffer in buffers]
     try:
         for buffer in buffers:
-            starts, total = [], 0
+            padding_before, total = [], 0  # of each bucket, in elements
             for bucket in buffer.buckets:
-                starts.append(bucket.offset - total)
+                padding_before.append(bucket.offset - total)
                 total += bucket.numel_unpadded
             buffer.param_index_map = {
-                parameter: (start - starts[bucket], end - starts[bucket], bucket)
+                parameter: (start - padding_before[bucket], end - padding_before[bucket], bucket)
                 for parameter, (start, end, bucket) in buffer.param_index_map.items()
             }
         yield

@@ -83,7 +83,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
             pg_collection=groups_for_ddp(),
         )
         wrapper.config = config
-        for group in experts.bucket_groups(wrapper):  # in later versions, each would first wait for the one before
+        for group in experts.bucket_groups(wrapper):  # in later versions, a group would wait for the one before
             group.previous_grad_reduce_bucket_group = None
         wrapped.append(wrapper)
     return wrapped
@@ -218,8 +218,8 @@ def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakd
 
 
 def _finish_param_sync(group: Any, finish: Callable[..., None], breakdown: Breakdown, **options: Any) -> None:
-    """Wait for a bucket's parameters, if their gather is not finished. Every forward pass of every module asks for it:
-    measuring each call would delay a GPU."""
+    """Wait for a bucket's parameters if their gather is not finished, and measure the wait. Every forward pass of each
+    module calls this: measuring each call would delay a GPU."""
     if group.param_gather_handle is None and group.param_gather_dispatched:
         return
     with breakdown.part("param_sync_s"):

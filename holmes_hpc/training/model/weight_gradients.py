@@ -27,9 +27,9 @@ Product = tuple[torch.nn.Module, torch.Tensor, torch.Tensor, bool]  # layer, inp
 class WeightGradients:
     """The weight gradients of a rank that are still to compute.
 
-    `chunks`: the model chunks, of whose transformer layers each linear layer is split. `timers`: Megatron-Core's.
-    `emulated`: called with the number of a chunk; a context in which a layer's weight gradients take their emulated
-    time. Raise ConfigError for layers that cannot be split.
+    `chunks`: the model chunks; the linear layers of their transformer layers are split. `timers`: Megatron-Core's.
+    `emulated`: returns, for the number of a chunk, a context in which the weight gradients of a layer take their
+    emulated time. Raise ConfigError for layers that cannot be split.
     """
 
     def __init__(self, chunks: Iterable[Any], timers: Callable[[str], Any]) -> None:
@@ -109,9 +109,9 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         (input,) = ctx.saved_tensors
-        is_sequence_parallel, sums = ctx.parallel
+        is_sequence_parallel, is_reduced = ctx.parallel
         input_gradient = gradient.matmul(ctx.module.weight)
-        if sums:
+        if is_reduced:
             torch.distributed.all_reduce(input_gradient, group=ctx.group)
         if is_sequence_parallel:
             input_gradient = _reduce_scatter_along_first_dim(input_gradient, group=ctx.group)
@@ -122,7 +122,8 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_gradient(module: Any, input: torch.Tensor, gradient: torch.Tensor, gathers: bool, ddp: Any) -> None:
-    """Add a product's weight gradient to the gradient buffer. `ddp`: reduce its bucket if that is now complete."""
+    """Add a product's weight gradient to the gradient buffer. `gathers`: the input is this rank's part of a sequence,
+    to be gathered first. `ddp`: the chunk whose bucket is reduced if it is now complete; None to reduce nothing."""
     total_input = _gather_along_first_dim(input, group=module.tp_group) if gathers else input
     gradient, total_input = prepare_input_tensors_for_wgrad_compute(gradient, total_input)
     module.weight.main_grad.add_(gradient.t().matmul(total_input))
