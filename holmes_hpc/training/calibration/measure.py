@@ -2,8 +2,8 @@
 
 All ranks measure at once, under the conditions of training: in the plan's groups, with the model's layers (also with
 emulated compute). Other shapes are other micro-batch sizes and sequence lengths. Rank 0 writes the results of each
-pool to ``calibration.yaml`` in the run directory. DEADLINE_S limits the time after the steps: shapes and networks
-between fabrics are omitted once it is reached.
+pool to ``calibration.yaml`` in the run directory. Once SHAPES_S have passed after the steps, other shapes are omitted;
+after DEADLINE_S, the Ethernet between pools.
 """
 
 import math
@@ -41,15 +41,15 @@ from holmes_hpc.training.session import Session, run_in_session
 FILE = "calibration.yaml"
 WARM_UP = 3  # steps, or passes through a layer
 PART_REPEATS = 12
-DEADLINE_S, SHAPES_S = 150.0, 75.0  # time limits: of all optional measurements, of other shapes
+DEADLINE_S, SHAPES_S = 150.0, 75.0  # time limits after the steps: of all optional measurements, of other shapes
 MAX_TOKEN_RATIO = 4  # of another shape to the plan's micro-batch, so that a layer fits into the memory of a stage
-PASS = "pass"  # the time of a pass beyond its parts
+PASS = "pass"  # name of the time that a pass takes beyond its parts
 Shape = tuple[int, int]  # micro-batch size, sequence length
-Times = dict[tuple[str, Shape], tuple[float, float]]  # of a part, or PASS: seconds (forward, backward)
+Times = dict[tuple[str, Shape], tuple[float, float]]  # (name of a part or PASS, shape) -> seconds (forward, backward)
 
 
 def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure as one rank of the plan; return the calibration that rank 0 wrote (on rank 0).
+    """Measure as one rank of the plan. Return the calibration on rank 0, which writes it; {} on other ranks.
 
     See :func:`session.run_in_session` for failures and `unrecorded`.
     """
@@ -71,7 +71,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     rows = [[name, *shape, *seconds] for (name, shape), seconds in times.items()]
     ranks = exchange_all(name="measured/parts", value={"device": device, "times": rows})
     watchdog.start_phase("measuring the networks")
-    log(f"measuring the networks: at most until {DEADLINE_S:.0f} s after the steps")
+    log(f"measuring the networks; between pools only until {DEADLINE_S:.0f} s after the steps")
     rank_samples = exchange_all(name="measured/links", value=networks.measure_links(session, trainer.control, deadline))
     all_reduce_s = networks.all_reduce_s(trainer.control)
     trainer.close()
@@ -218,14 +218,14 @@ def build_calibration(
 ) -> Calibration:
     """Return the calibration: each pool has the times and links of its own ranks.
 
-    `ranks`: `device` and `times` (rows of name, micro size, sequence, forward and backward seconds) of each rank.
+    `ranks`: for each rank `device` and `times` (rows: name, micro size, sequence length, forward and backward seconds).
     `steps`: the lines of metrics.jsonl after warm-up. `all_reduce_s`: seconds of an all-reduce of one number.
     """
-    links, optimizer, pools = networks.links_of_pools(fitted), _optimizer_s(plan, steps), []
+    links, optimizer_s, pools = networks.links_of_pools(fitted), _optimizer_s(plan, steps), []
     for name in dict.fromkeys(place.pool for place in plan.places):
         pool_ranks = [rank for rank, place in zip(ranks, plan.places, strict=True) if place.pool == name]
         times = _median_times(pool_ranks)
-        passes = [sum(t) / 2 for (part, _), t in times.items() if part == PASS]
+        pass_times_s = [sum(seconds) / 2 for (part, _), seconds in times.items() if part == PASS]
         pools.append(
             MeasuredPool(
                 name,
@@ -233,8 +233,8 @@ def build_calibration(
                 pool_ranks[0]["device"],
                 parts=tuple(_as_part(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS),
                 links=links.get(name, {}),
-                optimizer_s=optimizer.get(name),
-                pass_s=max(0.0, *passes) if passes else None,
+                optimizer_s=optimizer_s.get(name),
+                pass_s=max(0.0, *pass_times_s) if pass_times_s else None,
             )
         )
     step_s = all_reduce_s + statistics.median(
@@ -245,7 +245,7 @@ def build_calibration(
 
 
 def _median_times(ranks: Sequence[dict[str, Any]]) -> Times:
-    """Return the median times over the ranks that have a part."""
+    """Return the median times of each part over the ranks that have this part."""
     times: dict[tuple[str, Shape], list[tuple[float, float]]] = {}
     for rank in ranks:
         for name, micro, sequence, forward_s, backward_s in rank["times"]:
@@ -272,7 +272,7 @@ def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: 
 
 
 def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the optimizer's seconds per parameter of a rank, by pool: those of its slowest stage.
+    """Return {pool: the optimizer's seconds per parameter that a rank updates}, on the pool's slowest stage.
     A stage with replicas in several pools counts for each, unless their GPUs differ."""
     p = plan.parallel
     shards = p.dp // p.optimizer_instances if p.distributed_optimizer else 1
@@ -280,7 +280,7 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
     slowest_s: dict[str, float] = {}
     for stage, count in enumerate(stage_parameters):
         pools = {c.pool for c in plan.components if stage in c.stages}
-        if len({plan.site.pool(f).gpu for f in pools}) > 1:
+        if len({plan.site.pool(pool).gpu for pool in pools}) > 1:
             continue
         seconds = statistics.median(line["breakdown"][stage]["optimizer_s"] for line in steps)
         for pool in pools:
@@ -291,7 +291,7 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
 def _write_calibration(
     trainer: Trainer, ranks: Sequence[dict[str, Any]], samples: list[networks.Sample], all_reduce_s: float
 ) -> dict[str, Any]:
-    """Write and return the calibration. Log its errors for each link's samples, and for the time of these steps."""
+    """Write and return the calibration. Log how well it reproduces the samples of the links, and the step time."""
     train, plan, run = trainer.settings, trainer.plan, trainer.session.run
     fitted = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
@@ -320,7 +320,7 @@ def _log_fits(samples: Sequence[networks.Sample], fitted: networks.FittedLinks) 
 def _warn_of_other_gpus(calibration: Calibration, plan: Plan) -> None:
     """Log the pools whose devices are of another kind than the site's GPUs."""
     for measured in calibration.fabrics:
-        by_device = replace(measured, gpu="", fabric="")  # then only the device's name counts
+        by_device = replace(measured, gpu="", fabric="")  # so that has_gpu compares only the device's name
         if not by_device.has_gpu(plan.site.pool(measured.fabric).gpu):
             gpus = f"the site has GPU {measured.gpu}, but the device is {measured.device}"
             log_line(f"{measured.fabric}: {gpus}: correct the site")

@@ -38,10 +38,10 @@ Links = dict[str, Link]
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured time, and its latencies (`steps`) and nominal sending time (`sent_s`) in the planner's model.
+    """A measured time, which the planner's model explains as `steps` * latency + `sent_s` / efficiency.
 
     `pools`: of the ranks; `link`: local, ib, roce or ethernet, for collectives with their name (ib.all_gather);
-    `seconds`: the measured time.
+    `steps`: the number of latencies; `sent_s`: the sending time at the nominal rate; `seconds`: the measured time.
     """
 
     pools: tuple[str, ...]
@@ -70,7 +70,7 @@ def nominal_rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> floa
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks between which `link`, one kind of network, is measured: of one pool or of two `pools`."""
+    """Two ranks, of one pool or of two `pools`, between which one kind of network (`link`) is measured."""
 
     link: str
     transport: Transport
@@ -85,20 +85,20 @@ class Deadline:
         self._control, self._end = control, time.monotonic() + seconds
 
     def has_time_left(self) -> bool:
-        """Return whether no rank is past the deadline. All ranks call it."""
+        """Return whether all ranks are within the time limit. All ranks call it."""
         is_late = torch.tensor([float(time.monotonic() > self._end)])
         dist.all_reduce(is_late, op=dist.ReduceOp.MAX, group=self._control)
         return not is_late.item()
 
 
 def pairs(plan: Plan, one_host: bool) -> list[Pair]:
-    """Return a pair of ranks for each kind of network inside a pool, then for each two pools that communicate.
-    Each pool's Ethernet is included. On one host there is only one kind of network."""
+    """Return a pair of ranks for each kind of network inside each pool, Ethernet included. Then follows a pair for the
+    Ethernet between each two pools that communicate. On one host there is only one kind of network."""
     pool_of_rank = [place.pool for place in plan.places]
     if one_host:
         return [Pair("local", LOCAL, (0, 1), tuple(dict.fromkeys(pool_of_rank)))] if plan.world_size > 1 else []
     rings = [[pool_of_rank[rank] for rank in group.ranks] for group in plan.transports()]
-    neighbours = {frozenset(two) for ring in rings for two in pairwise(ring) if len({*two}) == 2}
+    neighbours = {frozenset(pair) for ring in rings for pair in pairwise(ring) if len({*pair}) == 2}
     pair_of_link: dict[tuple[str, frozenset[str]], Pair] = {}
     for a, b in combinations(range(plan.world_size), 2):
         pools = frozenset((pool_of_rank[a], pool_of_rank[b]))
@@ -117,8 +117,8 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
 def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tuple[Any, ...]]:
     """Measure all links; return this rank's :class:`Sample` rows. All ranks call it.
 
-    The first rank of a pair or of a data-parallel group has its rows. Past the deadline, links between fabrics are
-    omitted.
+    Of a pair, or of a data-parallel group, only the first rank returns rows. Past the deadline, the Ethernet between
+    pools is omitted.
     """
     plan, rank = session.plan, session.launch.rank
     elements = plan.parts.micro_size * plan.parts.sequence_length * plan.model.hidden  # of one stage transfer
@@ -163,7 +163,7 @@ def _median_s(task: Callable[[], None]) -> float:
 
 
 def _ping_pong(session: Session, group: Any, ranks: tuple[int, int], size: int) -> Callable[[], None]:
-    """Return a task that sends a message and receives one, which takes twice the time of one message."""
+    """Return a task that sends a message of `size` bytes to the other of the two `ranks` and receives one."""
     data = torch.zeros(size // 4, device=session.device)
     is_first = session.launch.rank == ranks[0]
     peer = ranks[1] if is_first else ranks[0]
@@ -206,7 +206,7 @@ def _measure_collectives(session: Session) -> list[Sample]:
             ("reduce_scatter", algorithms.reduce_scatter(n, nodes), 0.0, reduce),
             ("all_gather", algorithms.all_gather, algorithms.gather_fill, gather),
         ):
-            sent_s = factor * (n - 1 + fill) / n * len(full) * 4 * senders / speed
+            sent_s = factor * (n - 1 + fill) / n * len(full) * 4 * senders / speed  # as in planning.cost.network_times
             text, steps = f"{len(full) * 4} bytes over {n} ranks", factor * (n - 1)
             samples.append(Sample(pools, f"{link}.{collective}", text, steps, sent_s, _median_s(task)))
     return samples if session.launch.rank == ranks[0] else []
@@ -235,7 +235,7 @@ def fit(samples: Iterable[Sample]) -> FittedLinks:
 def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
     """Return pool -> name -> link.
 
-    If no pool has a measured Ethernet, the two pools joined by the Ethernet link of least latency get that link; other
+    If no pool has a measured Ethernet, the two pools with the least Ethernet latency between them get that link. Other
     pools get none."""
     links: dict[str, Links] = {}
     rows = sorted(fitted.items(), key=lambda row: (len(row[0][0]), row[1].latency_s))
@@ -246,17 +246,17 @@ def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
                 continue
             lacks_ethernet = False
         for pool in pools:
-            links.setdefault(pool, {}).setdefault(name, link)  # a link inside the fabric comes first
+            links.setdefault(pool, {}).setdefault(name, link)  # links inside one pool come first in rows
     return links
 
 
 def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: Site) -> tuple[FabricLink, ...]:
     """Return rate and delay between fabrics, as a site file has them.
 
-    At this rate, and the efficiency of the pools' own Ethernet in `calibration`, a transfer takes the measured time.
-    The delay is the latency beyond the mean latency of that Ethernet.
+    The rate is such that, with the efficiency of the pools' own Ethernet in `calibration`, a transfer takes the
+    measured time. The delay is the latency beyond the mean latency of the pools' own Ethernet.
     """
-    pool_links = []
+    fabric_links = []
     for (pool_names, network), link in fitted.items():
         if len(pool_names) != 2 or network != "ethernet":
             continue
@@ -266,12 +266,13 @@ def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: S
         ethernet = [calibration.link(pool, "ethernet") or link for pool in pools]
         gbps = site.slowest_gbps("tcp", pool_names) * link.efficiency / min(e.efficiency for e in ethernet)
         delay_ms = max(0.0, link.latency_s - statistics.mean(e.latency_s for e in ethernet)) * 1e3
-        pool_links.append(FabricLink(tuple(p.fabric_name for p in pools), float(f"{gbps:.4g}"), round(delay_ms, 3)))
-    return tuple(pool_links)
+        fabric_links.append(FabricLink(tuple(p.fabric_name for p in pools), float(f"{gbps:.4g}"), round(delay_ms, 3)))
+    return tuple(fabric_links)
 
 
 def _fit_link(samples: list[Sample]) -> Link:
-    """Minimize sum((steps*latency + sent_s*slowness)/seconds - 1)^2 over latency >= 0 and the allowed slowness."""
+    """Return the latency >= 0 and efficiency that minimize sum((steps*latency + sent_s/efficiency)/seconds - 1)^2.
+    `slowness` below is 1/efficiency."""
     a = [s.steps / s.seconds for s in samples]
     b = [s.sent_s / s.seconds for s in samples]
     aa, bb = sum(x * x for x in a), sum(x * x for x in b)
