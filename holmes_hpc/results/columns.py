@@ -2,9 +2,9 @@
 
 Their values come from results/loading: of a run from run_row.py, of its steps from steps.py, of stages from loader.py.
 
-Missing texts are None, missing numbers NaN. The keys of a configuration, of a run's labels and of its NIC counters
-differ from run to run. Each such group of keys becomes a family of columns, whose names are a prefix and a key
-(`config.train.lr`, `tx_bytes_ib-a`)."""
+Missing texts are None, missing numbers NaN. The keys of a configuration, of labels and of NIC counters differ from run
+to run. So each of these mappings becomes a family of columns, whose names are a prefix and a key (`config.train.lr`,
+`tx_bytes_ib-a`)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Family(NamedTuple):
     kind: str | None = "float64"  # None: for each column the type that holds its values
 
 
-FAMILIES = {  # by the key in `holmes report --json`
+FAMILIES = {  # the keys are those of `holmes report --json`
     "labels": Family("labels.", "NAME", "the runs' labels", None),
     "config": Family("config.", "GROUP.KEY", "the resolved configuration", None),
     "model_spec": Family("model.", "KEY", "the model and its sizes, from the plan", None),
@@ -60,7 +60,7 @@ FAMILIES = {  # by the key in `holmes report --json`
 }
 _TYPES = {"integer": "Int64", "floating": "float64", "mixed-integer-float": "float64"}
 _TYPES |= {"boolean": "boolean", "string": "string"}
-# By the pandas type of a column, the Arrow type that stores it.
+# The pandas type of a column -> the Arrow type that stores it.
 ARROW = {"string": pa.string(), "Int64": pa.int64(), "int32": pa.int32(), "int16": pa.int16(), "float64": pa.float64()}
 ARROW |= {"boolean": pa.bool_(), "bool": pa.bool_(), "datetime64[ns, UTC]": pa.timestamp("ns", tz="UTC")}
 ARROW["object"] = pa.list_(pa.string())
@@ -72,7 +72,7 @@ def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Ser
     columns = {}
     for key in dict.fromkeys(key for entry in entries for key in entry):
         values = [entry.get(key) for entry in entries]
-        values = [None if isinstance(v, int) and not -(2**63) <= v < 2**63 else v for v in values]  # no column holds it
+        values = [None if isinstance(v, int) and not -(2**63) <= v < 2**63 else v for v in values]  # int64 only
         kind = family.kind or _TYPES.get(infer_dtype(values, skipna=True), "object")
         columns[f"{family.prefix}{key}"] = pd.Series(values, dtype=kind)
     return columns

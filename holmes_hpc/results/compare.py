@@ -1,4 +1,4 @@
-"""Comparison of runs: the runs with one setting (its repeats) form a cell, and cells are ranked.
+"""Comparison of runs: the runs with one setting (its repeats) form a cell, a row of the result. Cells are ranked.
 
 comparison_text.py describes the result in sentences, comparison_tables.py in tables."""
 
@@ -34,9 +34,9 @@ class Comparison:
     """A comparison of runs. `cells`: one row per setting, the best first, with medians over its repeats; `runs`: all
     runs, with their `system` and `cell` (index of the cell; -1: the run has no figures).
 
-    Columns of `cells`: `baseline` (index of the cell that it is compared with), `speedup` over it with the interval
-    `speedup_low` to `speedup_high`, `pairs` (number of paired runs), `of_linear` and `of_mean` (see with_shares),
-    `apart` (differences from cells that would look the same in a table)."""
+    Columns of `cells`: `baseline` (index of the cell with which a cell is compared), `speedup` over the baseline with
+    the interval `speedup_low` to `speedup_high`, `pairs` (number of paired runs), `of_linear` and `of_mean` (see
+    with_shares), `apart` (differences from cells that would look the same in a table)."""
 
     cells: pd.DataFrame
     runs: pd.DataFrame
@@ -61,10 +61,10 @@ def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
     """Return {key: value} of those overrides of a run that belong in the column `varied`."""
     values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
     overlap_keys = ["train.overlap_grad_reduce", "train.overlap_param_gather"]
-    is_one_setting = len({values.get(key, "true").lower() for key in overlap_keys}) == 1
-    ignored = [*_TABLE["redundant"], *(overlap_keys if is_one_setting else [])]
-    groups = tuple(f"{name}{separator}" for name in ignored for separator in "./")
-    return {k: v for k, v in values.items() if k not in ("model", *ignored) and not k.startswith(groups)}
+    is_shown_by_overlap = len({values.get(key, "true").lower() for key in overlap_keys}) == 1  # the column `overlap`
+    ignored = [*_TABLE["redundant"], *(overlap_keys if is_shown_by_overlap else [])]
+    ignored_groups = tuple(f"{name}{separator}" for name in ignored for separator in "./")
+    return {k: v for k, v in values.items() if k not in ("model", *ignored) and not k.startswith(ignored_groups)}
 
 
 def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
@@ -88,7 +88,7 @@ def _system(run: Mapping[str, Any]) -> str:
 def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
     """Group `runs` (of load_runs) into cells, ranked by throughput or, if `by` is "loss", by loss.
 
-    Intervals of a cell with one run show the variation of its steps, other intervals that between runs."""
+    The interval of a cell with one run shows the variation between steps, that of other cells between runs."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -137,7 +137,7 @@ def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:
-    """Return a cell's step time. The interval of a single run is over its steps, that of several between them."""
+    """Return a cell's step time, with the interval over the steps of a single run or over several runs."""
     if len(group) == 1:
         run = group.iloc[0]
         return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)
@@ -150,7 +150,7 @@ def completed(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
-    """Return `cells` with the column `apart`: in what cells differ that would look the same in a table."""
+    """Return `cells` with the column `apart`: how a cell differs from cells that would look the same in a table."""
     distinctions = pd.Series("", index=cells.index, dtype="object")
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
@@ -188,8 +188,8 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int | None:
     """Return the index of the cell to compare `cell` with; None if no other cell did the same work.
 
-    This is the fastest cell with one transport for all groups on the same nodes (plain Megatron-LM), else the slowest
-    cell."""
+    Among cells with the same work, this is the fastest one with one transport on the same nodes (plain Megatron-LM),
+    else the slowest one."""
     same = cells[_matches(cells, cell, SAME_WORK)]
     plain = same[_matches(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):
@@ -247,7 +247,7 @@ def _text_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def labels(cells: pd.DataFrame) -> list[str]:
-    """Return a distinct text for each of `cells`: its run, if it has a single one, and how it differs from others."""
+    """Return a distinct text for each of `cells`: its run, if it has only one, and the NAMING columns that differ."""
     differing = [name for name in NAMING if cells[name].nunique(dropna=False) > 1]
     run_names, names = [str(c["names"]) for _, c in entries(cells)], []
     for (_, c), runs in zip(entries(cells), run_names, strict=True):

@@ -11,11 +11,11 @@ from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries
 from holmes_hpc.results.tables import format_interval, format_number
 
 MAX_BARS = 12  # of the bar chart; the table has the other cells
-OVERLOAD = 1.5  # measured over predicted step time, above which a machine does not keep the emulated time
+OVERLOAD = 1.5  # measured over predicted step time of emulated compute, above which the machine was overloaded
 
 
 def ranking(comparison: Comparison) -> list[str]:
-    """Return sentences that name the settings with the lowest, second lowest and highest loss."""
+    """Return sentences that name the settings with the lowest, the second lowest and the highest loss."""
     cells = comparison.cells
     key = loss_of(cells)
     cells = cells[cells[key].notna()]
@@ -34,9 +34,9 @@ def ranking(comparison: Comparison) -> list[str]:
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Return (fastest cell, cell that it is compared with) among cells that did the same work, as {column: value}.
 
-    Of several groups of cells with the same work, compare the largest. If it has only one cell, the second is None;
-    else the fastest cell gets a key `ratio`, its speed-up over the second. Cells without a completed run are used only
-    if no cell has one. Return None without any cells."""
+    If cells did different work, the largest group with the same work counts. If it has only one cell, the second is
+    None; else the fastest cell gets a key `ratio`, its speed-up over the second. Cells without a completed run are used
+    only if no cell has one. Return None without any cells."""
     cells = comparison.cells
     if cells.empty:
         return None
@@ -49,7 +49,7 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
         return best, None
     has_baseline = has_value(best["baseline"]) and best["baseline"] in slower
     base = dict(entries(cells))[int(best["baseline"]) if has_baseline else slower[-1]]
-    if not has_baseline:  # its recorded pairs are with another cell
+    if not has_baseline:  # the columns speedup and pairs are over another cell than `base`
         speedup = best["samples_per_s"] / base["samples_per_s"]
         best |= {"speedup": speedup, "pairs": 0, "speedup_low": math.nan, "speedup_high": math.nan}
     return {**best, "ratio": float(best["speedup"])}, base
@@ -88,7 +88,7 @@ def _overload(cell: Mapping[str, Any]) -> str | None:
     if ratio < OVERLOAD:
         return None
     cause = "the machine was busy, or too slow for train.pace_layer_ms, so this says little"
-    return f"The second takes {ratio:.1f} times its predicted step time: {cause}."
+    return f"The slower setting takes {ratio:.1f} times its predicted step time: {cause}."
 
 
 def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
@@ -110,13 +110,13 @@ def has_intervals(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
 
 
 def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """Return a sentence on the part of a step in which `best` saves most time over `base`. Times are compared per
-    sample, because batch sizes may differ."""
+    """Return a sentence on the part of a step in which `best` saves the most time, compared with `base`. Times are
+    compared per sample, because batch sizes may differ."""
     saved = {}
     for part in PARTS if has_value(best["global_batch"]) and has_value(base["global_batch"]) else ():
-        per_sample = [float(c[part]) / float(c["global_batch"]) for c in (best, base) if has_value(c[part])]
-        if len(per_sample) == 2:
-            saved[part] = per_sample[1] - per_sample[0]
+        sample_s = [float(c[part]) / float(c["global_batch"]) for c in (best, base) if has_value(c[part])]
+        if len(sample_s) == 2:
+            saved[part] = sample_s[1] - sample_s[0]
     top = max(saved, key=lambda part: saved[part], default=None)
     if top is None or saved[top] <= 0:
         return "Why: the recorded parts of a step do not explain it."
@@ -131,8 +131,8 @@ def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 def headline(comparison: Comparison) -> list[str]:
     """Return a sentence that compares the fastest hybrid cell with the mean of InfiniBand and RoCE alone.
 
-    It also has the speed-up over one transport for all groups on the same nodes, and the error of predicted step times.
-    Empty unless a hybrid cell, an InfiniBand cell and a RoCE cell did the same work."""
+    It also names the speed-up over one transport for all groups on the same nodes, and the largest error of predicted
+    step times. No sentence unless a hybrid cell, an InfiniBand cell and a RoCE cell did the same work."""
     cells = dict(entries(comparison.cells))
     hybrid = next((cell for cell in cells.values() if has_value(cell["of_mean"])), None)
     if hybrid is None:

@@ -74,9 +74,8 @@ def _bars(
 ) -> Figure:
     """Draw horizontal bars from top to bottom, each below its label, so that long labels need no margin.
 
-    `labels`, `rows` and `ends` have an element for each bar: its label, the lengths of its stacked parts, and the text
-    after it. `names`: of the parts, for the legend; `bounds`: (low, high) of each bar's interval; `xlabel`, `title`: of
-    the axes."""
+    For each bar, `labels` has its label, `rows` the lengths of its stacked parts, `ends` the text after it, and
+    `bounds` (low, high) of its interval. `names`: of the parts, for the legend; `xlabel`, `title`: of the axes."""
     has_legend = len(names) > 1
     figure, axes = _axes((1.9 if has_legend else 0.9) + 0.62 * max(1, len(rows)))
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
@@ -113,7 +112,7 @@ def _single_bars(
 def distinct(labels: Sequence[str]) -> list[str]:
     """Return the labels shortened to at most MAX_LABEL characters, but still distinct.
 
-    If one is longer, all lose the prefix that they share. Then the middle of labels that are still too long goes."""
+    If one is longer, the prefix that all share is cut, and then the middle of labels that are still too long."""
     if all(len(text) <= MAX_LABEL for text in labels):
         return list(labels)
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
@@ -134,7 +133,7 @@ def _plain(name: object) -> str:
 
 
 def omission_note(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> str:
-    """Return a text on which of `cells` a figure shows; empty if it shows all."""
+    """Return a text that names which of `cells` a figure shows; empty if it shows all."""
     return f"the fastest {max_bars} of {len(cells)} settings" if len(cells) > max_bars else ""
 
 
@@ -149,7 +148,7 @@ def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
 
 
 def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
-    """Draw the throughput of every cell in percent of that of the cell with the index `reference`."""
+    """Draw the throughput of every cell in percent of that of the complete system, the cell with index `reference`."""
     shares = (100 * cells["samples_per_s"] / float(cells.loc[reference, "samples_per_s"])).tolist()
     xlabel, title = "throughput, % of the complete system", "Contribution of each part"
     figure = _single_bars(list(map(str, cells["system"])), shares, xlabel, title, end="{:.0f}%")
@@ -160,7 +159,7 @@ def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
 def scaling(cells: pd.DataFrame) -> Figure:
     """Draw samples/s over the number of nodes, one line for each group of :func:`scaled`.
 
-    Dotted lines show linear scaling from the smallest number."""
+    Dotted lines show linear scaling from the smallest number of nodes."""
     groups = scaled(cells)
     keys = [key for key in SAME_WORK if key not in ("nodes", "sizes")]
     distinctions = [key for key in keys if len({as_text(first[key]) for first, _ in groups}) > 1]
@@ -200,7 +199,7 @@ def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def predicted_measured(runs: pd.DataFrame) -> Figure:
-    """Draw predicted over measured step time, one point per run, and a band of 10% around equality."""
+    """Draw predicted against measured step time, one point per run, and a band of 10% around equality."""
     figure, axes = _axes(4.2)
     usable = runs[runs["predicted_step_time_s"].notna() & runs["step_time_s"].notna()]
     for index, (name, group) in enumerate(usable.groupby("environment", sort=False)):

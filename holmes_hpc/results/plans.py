@@ -15,9 +15,9 @@ from holmes_hpc.records.untrusted import from_yaml, read_file
 from holmes_hpc.tables import read_table
 
 NIC_WORDS = {"ib": "IB", "roce": "RoCE", "efa": "EFA", "slingshot": "Slingshot", "omnipath": "Omni-Path"}
-NIC_WORDS["ethernet"] = "Ethernet"  # the last one in lists
+NIC_WORDS["ethernet"] = "Ethernet"  # the last one, because lists of fabrics have this order
 
-SHAPE: dict[str, Any] = read_table(__file__)
+SHAPE: dict[str, Any] = read_table(__file__)  # an example of a plan; values of other types are dropped
 
 
 def read_plan(run: RunDirectory) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def _plan(text: str) -> dict[str, Any]:
 def _shaped(value: Any, shape: Any) -> Any:
     """Return `value` without the parts whose types differ from those in `shape`, as in a plan edited by hand.
 
-    `shape`: an example of a value, as in SHAPE; None allows any value, because it is only shown."""
+    `shape`: the example of this value in SHAPE; None allows any value, because such values are only shown."""
     if isinstance(shape, dict):
         return {key: _shaped(element, shape.get(key)) for key, element in mapping(value).items()}
     if isinstance(shape, list):

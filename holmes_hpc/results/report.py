@@ -22,7 +22,7 @@ from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 Simulate = Callable[[Path], list[dict[str, Any]]]
 HYPERPARAMETERS = ("lr", "min_lr", "warmup_steps", "weight_decay", "seed")
 MAX_RUNS_WITH_STEPS = 8  # no figure shows the steps of more runs
-SLOW = 1.15  # computing over the emulated time, above which a machine does not keep the pace
+SLOW = 1.15  # measured over planned time of emulated compute, above which the machine was overloaded
 
 
 @dataclass(frozen=True)
@@ -128,14 +128,14 @@ def load_report(
 
 
 def _steps(selections: Sequence[tuple[str | os.PathLike[str], set[str], dict[str, str]]]) -> pd.DataFrame:
-    """Return the steps of the selected runs as one table. `selections`: of each path, the runs below it that count, and
-    {run: its name in the report}."""
-    tables = [pd.DataFrame(columns=list(STEP_COLUMNS))] if not selections else []
+    """Return the steps of the selected runs as one table. `selections`: (path, the runs below it to load, {run: its
+    name in the report})."""
+    frames = [pd.DataFrame(columns=list(STEP_COLUMNS))] if not selections else []
     for path, runs, names in selections:
         steps = load_steps(path, runs=runs)
-        tables.append(steps.assign(run=steps["run"].astype("object").map(names)))
-    table = pd.concat(tables, ignore_index=True)
-    return table.assign(run=pd.Categorical(table["run"], categories=table["run"].unique()))
+        frames.append(steps.assign(run=steps["run"].astype("object").map(names)))
+    frame = pd.concat(frames, ignore_index=True)
+    return frame.assign(run=pd.Categorical(frame["run"], categories=frame["run"].unique()))
 
 
 def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -158,7 +158,7 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     planned_s = mapping(mapping(plan.get("predicted")).get("breakdown")).get("compute_s")
     if planned_s and has_value(run.get("pace_layer_ms")) and parts.get("compute_s", 0.0) > SLOW * planned_s:
         cause = "this machine is busy, or slower than train.pace_layer_ms, so the step time says little"
-        sentences.append(f"Emulated computing took {parts['compute_s'] / planned_s:.2f} times its time: {cause}.")
+        sentences.append(f"Emulated compute took {parts['compute_s'] / planned_s:.2f} times the planned time: {cause}.")
     if parts and run["step_time_s"]:
         largest = sorted(parts, key=lambda part: -parts[part])[:2]
         shares = " and ".join(f"{parts[p] / run['step_time_s']:.0%} {PART_NAMES[p]}" for p in largest)
@@ -189,7 +189,7 @@ def _run_summary(run: dict[str, Any]) -> str:
 
 
 def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[dict[str, Any]]:
-    """Return the rows of `frame` as JSON values. The columns of each of `families` are under one key."""
+    """Return the rows of `frame` as JSON values. Each of `families` is one key, with a mapping of its columns."""
     prefixes = tuple(column_family.prefix for column_family in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
@@ -211,7 +211,7 @@ def _config(row: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     values = family_values(row, "config")
     names = [key.removeprefix("config.") for key in row if key.startswith("config.")]
-    for name in sorted(names, key=values.__contains__):  # those without a value first
+    for name in sorted(names, key=values.__contains__):  # missing values first, so that they replace no others
         group, _, key = name.partition(".")
         config[group] = {**(config.get(group) or {}), key: values.get(name)} if key else values.get(name)
     return config

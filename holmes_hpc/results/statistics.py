@@ -1,7 +1,7 @@
 """Statistics of step times and throughput, without warm-up steps.
 
-Step times have medians with intervals, rates harmonic means. Speed-ups are computed from pairs of runs in one session
-of the machine. NaN is a missing value."""
+Step times have medians with intervals, rates harmonic means. Speed-ups are computed from pairs of runs with the same
+label `session`. NaN is a missing value."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,8 +34,8 @@ class Estimate:
 
 @lru_cache(maxsize=4096)
 def interval_positions(count: int) -> tuple[int, int] | None:
-    """Return the positions (from 0) of the two among `count` sorted values that enclose the median with at least
-    CONFIDENCE; None if there are too few values.
+    """Return the positions (from 0) of those two of `count` sorted values that enclose the median with a probability of
+    at least CONFIDENCE; None if there are too few values.
 
     The interval makes no assumption on the distribution: P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k)
     (order statistics; David and Nagaraja 2003, 7.1). Above 1000 values a normal distribution approximates the
@@ -44,8 +44,8 @@ def interval_positions(count: int) -> tuple[int, int] | None:
     if count > 1000:
         k = math.floor(count / 2 - NormalDist().inv_cdf(1 - tail) * math.sqrt(count) / 2) - 1
         return k, count - 1 - k
-    ways = accumulate(math.comb(count, i) for i in range(count))  # of 2**count
-    k = sum(below <= tail * 2**count for below in ways) - 1
+    ways = accumulate(math.comb(count, i) for i in range(count))  # 2**count * P(Bin(count, 1/2) <= i)
+    k = sum(ways_to_i <= tail * 2**count for ways_to_i in ways) - 1
     return (k, count - 1 - k) if k >= 0 else None
 
 
@@ -107,9 +107,9 @@ def paired_ratios(
 ) -> pd.DataFrame:
     """Return the ratios of samples/s of two systems in pairs of runs that are neighbours in time.
 
-    `system`: the column whose values `baseline` and `candidate` name the systems. In each session (and each value of
-    the columns `within`), the k-th run of one system is paired with the k-th run of the other, in order of start. Drift
-    between sessions cancels; runs without a partner are dropped.
+    `system`: the column that names systems; `baseline`, `candidate`: two of its values. In each session (and each value
+    of the columns `within`), the k-th run of one system is paired with the k-th run of the other, in order of start.
+    Drift between sessions cancels; runs without a partner are dropped.
 
     The table has one row per pair: the columns `within`, `session`, `pair` (k), `baseline` and `candidate` (samples/s),
     and `ratio`, candidate over baseline."""

@@ -63,14 +63,14 @@ def interval_note(low: Any, high: Any) -> str:
 
 
 def pace_note(run: Mapping[str, Any]) -> str:
-    """Return a text on whether compute was real or emulated, for the caption of every table of measurements."""
+    """Return a text that says whether compute was real or emulated, for the caption of every table of measurements."""
     if has_value(pace_ms := run.get("pace_layer_ms")):
         return f"emulated compute: {float(pace_ms or 0):g} ms per layer forward, twice that backward"
     return "real compute" if run.get("state") != "unreadable" else "compute not recorded"
 
 
 def basis_note(run: Mapping[str, Any]) -> str:
-    """Return a text on which steps the figures are from, and whether compute was real."""
+    """Return a text that says which steps the figures are from, and whether compute was real."""
     names = ("steps", "earlier_steps", "warmup_steps")
     count, earlier, warmup = (int(run[name]) if has_value(run[name]) else 0 for name in names)
     steps = f"{counted(count - earlier - warmup, 'step')} after {counted(warmup, 'warm-up step')}"
@@ -98,8 +98,8 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 def _figure(
     name: str, value: Any, predicted: Any, bounds: tuple[Any, Any] = (None, None), hide_error: bool = False
 ) -> list[str]:
-    """Return a row of :func:`throughput`. `bounds`: of the interval. `hide_error`: for rates, whose error would have
-    the opposite sign of that of the step time."""
+    """Return a row of :func:`throughput`. `bounds`: of the interval. `hide_error`: for predicted rates, whose error
+    would have the opposite sign of that of the step time."""
     error = float(percentage_errors([predicted], [value])[0]) if has_value(predicted) and has_value(value) else math.nan
     error_text = "" if hide_error else format_percent(error)
     return [name, format_number(value), format_interval(*bounds), format_number(predicted), error_text]
@@ -129,19 +129,19 @@ def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, A
     """Return the bytes that all nodes together send per step, as a mapping for each fabric and for ethernet (`kind`).
 
     Keys: `kind`, `nic` (its type), `planned_bytes` (payload), `counted_bytes` (by the NICs), `header_factor`,
-    `payload_bytes` (counted bytes over header factor), `difference_percent` (of payload from planned bytes). None:
-    unknown."""
-    planned, counted = family_values(run, "planned_bytes_per_step"), family_values(run, "tx_bytes_per_step")
+    `payload_bytes` (counted bytes over header factor), `difference_percent` (payload over planned bytes, minus 100%).
+    None: unknown."""
+    planned, sent = family_values(run, "planned_bytes_per_step"), family_values(run, "tx_bytes_per_step")
     factors, types = family_values(run, "header_factors"), nic_types(plan)
     rows = []
-    for kind in sorted({*planned, *counted}, key=lambda k: (k == "ethernet", k)):
+    for kind in sorted({*planned, *sent}, key=lambda k: (k == "ethernet", k)):
         factor = factors.get(kind, run.get("header_factor"))
         factor = factor if has_value(factor) else None
-        sent, plan_bytes = counted.get(kind, 0.0 if counted else None), planned.get(kind)
-        payload = sent / factor if has_value(sent) and factor else None
+        sent_bytes, plan_bytes = sent.get(kind, 0.0 if sent else None), planned.get(kind)
+        payload = sent_bytes / factor if has_value(sent_bytes) and factor else None
         difference = 100 * (payload / plan_bytes - 1) if payload is not None and plan_bytes else None
         row = {"kind": kind, "nic": types.get(kind, kind if kind == "ethernet" else None)}
-        row |= {"planned_bytes": plan_bytes, "counted_bytes": sent, "header_factor": factor}
+        row |= {"planned_bytes": plan_bytes, "counted_bytes": sent_bytes, "header_factor": factor}
         rows.append(row | {"payload_bytes": payload, "difference_percent": difference})
     return rows
 
@@ -154,8 +154,8 @@ def traffic_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     rows = []
     for r in traffic(run, plan):
         planned = no_plan_bytes if r["planned_bytes"] is None else data_size(r["planned_bytes"])
-        counted = [data_size(r["counted_bytes"]), format_number(r["header_factor"], 4), data_size(r["payload_bytes"])]
-        rows.append([_nic_name(r), planned, *counted, format_percent(r["difference_percent"])])
+        sent = [data_size(r["counted_bytes"]), format_number(r["header_factor"], 4), data_size(r["payload_bytes"])]
+        rows.append([_nic_name(r), planned, *sent, format_percent(r["difference_percent"])])
     if not rows and not setup:
         node_count = sum(int(component.get("nodes") or 0) for component in plan.get("components") or [])
         reason = "none: all ranks were on one node" if node_count < 2 else "no counters"
@@ -177,8 +177,8 @@ def _nic_name(entry: Mapping[str, Any]) -> str:
 
 
 def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a mapping for each kind, transport, NIC type and fabric of the plan's process groups, with the number of
-    such `groups` and the `ranks` of the first one."""
+    """Return a mapping for each distinct `kind`, `transport`, `nic` and `fabric` of the plan's process groups, with the
+    number of such `groups` and the `ranks` of the first one."""
     ranks_by_kind: dict[tuple[str, str, str, str], list[list[int]]] = {}
     for group in plan.get("transports") or []:
         if isinstance(group, dict):

@@ -46,7 +46,7 @@ def read_trace(run: RunDirectory) -> pd.DataFrame:
             if (event := _event(line, rank)) is None:
                 continue
             pass_key = tuple(event[key] for key in ("step", "kind", "micro_batch", "chunk"))
-            if pass_key in seen_passes or (rank_events and event["step"] < rank_events[-1]["step"]):  # another attempt
+            if pass_key in seen_passes or (rank_events and event["step"] < rank_events[-1]["step"]):  # a later attempt
                 rank_events = [e for e in rank_events if e["step"] < event["step"]]
                 seen_passes = {key for key in seen_passes if key[0] < event["step"]}
             rank_events.append(event)
@@ -72,7 +72,7 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
 
 
 def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
-    """Return the events of the step of median length after warm-up, on the first rank of each stage. Times are in
+    """Return the events on the first rank of each stage, in the step of median length after warm-up. Times are in
     seconds from the first event. `trace`: of :func:`read_trace`."""
     if trace.empty:
         return trace

@@ -122,7 +122,7 @@ def test_a_busy_machine_explains_no_speed_up(tmp_path: Path) -> None:
     slow = make_run(tmp_path / "slow", step_time_s=6.0)
     assert load_report([tmp_path]).answer()[2].startswith("Why: ")
     slow.plan_path.write_text(make_plan({"ib-a": 2, "roce-a": 2}, "holmes", 1.0, MODEL.hidden).to_yaml())
-    assert load_report([tmp_path]).answer()[2].startswith("The second takes 6.2 times its predicted step time: ")
+    assert load_report([tmp_path]).answer()[2].startswith("The slower setting takes 6.2 times its predicted step time")
 
 
 def test_one_transport_on_the_same_nodes_is_the_baseline_and_pairs_stay_in_a_session(sweep: Path) -> None:
@@ -490,7 +490,7 @@ def test_a_machine_that_does_not_keep_the_emulated_pace_is_named(one: Report) ->
     assert not any("Emulated computing" in sentence for sentence in one.answer())
     predicted = {"breakdown": {"compute_s": one.run["compute_s"] / 1.5}}
     sentences = _one_run_answer(one.run, {**one.plan, "predicted": predicted})
-    assert any("Emulated computing took 1.50 times its time" in sentence for sentence in sentences)
+    assert any("Emulated compute took 1.50 times the planned time" in sentence for sentence in sentences)
 
 
 def test_few_steps_are_no_proof(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """A cache of run directories in Arrow files, so that only changed runs are read again.
 
-The files come in pairs for some hundred runs each: `runs-ID.arrow` has a row per run, `steps-ID.arrow` the steps of
+The files come in pairs of at most RUNS_PER_PAIR runs: `runs-ID.arrow` has a row per run, `steps-ID.arrow` the steps of
 these runs, in the same order. They are memory-mapped."""
 
 import os
@@ -24,7 +24,7 @@ from holmes_hpc.results.loading.steps import NO_STEPS
 
 FILES = ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json")  # the files that a run's row and steps come from
 RUNS_PER_PAIR = 500
-MAX_PAIRS = 20  # besides full pairs; above this, all pairs are merged, because each changed run adds a pair
+MAX_PAIRS = 20  # pairs that are not full; above this, all are merged, because each load of changed runs adds a pair
 READER_VERSION = 8  # increment it to discard caches when this release reads the same files differently
 SCHEMA = pa.schema(
     [
@@ -74,7 +74,7 @@ class Loaded:
 
 
 def fingerprint(directory: str) -> str:
-    """Return a text that changes with the files of the run in `directory`: their sizes and times, READER_VERSION."""
+    """Return a text that changes with the run's files: READER_VERSION, and the sizes and times of the files."""
     parts = [str(READER_VERSION)]
     for name in FILES:
         try:
@@ -93,7 +93,7 @@ def load(folder: Path, run_dirs: Sequence[tuple[str, str]]) -> Loaded:
     Raise OSError or ArrowException if another process removed files meanwhile, or if the disk is full."""
     fingerprints = {key: fingerprint(directory) for key, directory in run_dirs}
     pairs = _cached_pairs(folder)
-    cached = {key_and_print for pair in pairs for key_and_print in _fingerprints(pair.runs)}
+    cached = {(key, stamp) for pair in pairs for key, stamp in _fingerprints(pair.runs)}
     missing = [(key, directory) for key, directory in run_dirs if (key, fingerprints[key]) not in cached]
     with ThreadPoolExecutor(min(16, len(os.sched_getaffinity(0)))) as pool:
         for start in range(0, len(missing), RUNS_PER_PAIR):
@@ -118,8 +118,8 @@ def _read(key: str, directory: str) -> tuple[dict[str, Any], pa.Table]:
 def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]) -> tuple[Loaded, list[_Pair]]:
     """Return (runs in `fingerprints`, pairs that hold them). `fingerprints`: {key of a run: its present fingerprint}.
 
-    A row counts if it has this fingerprint. `new_keys`: runs that were just read, whose last row counts in any case,
-    because the run may have changed while it was read."""
+    A row counts if it has the present fingerprint. `new_keys`: runs that were just read, whose last row counts even if
+    its fingerprint differs, because the run may have changed while it was read."""
     if not fingerprints:
         return Loaded(SCHEMA.empty_table(), NO_STEPS.table(), np.zeros(0, dtype=np.int64)), []
     runs = pa.concat_tables([pair.runs for pair in pairs])

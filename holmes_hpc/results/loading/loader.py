@@ -80,8 +80,8 @@ def load_steps(
 
 
 def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
-    """Return the names of the requested columns of `steps`, in the order of the request; by default all of them, those
-    of STEP_COLUMNS first. Raise ConfigError for an unknown name."""
+    """Return the names of the requested columns of `steps`, in the order of the request; by default STEP_COLUMNS, then
+    tx_ and then rx_ columns. Raise ConfigError for an unknown name."""
     documented = [name for name in STEP_COLUMNS if name != "run"]
     names = [*documented, *sorted(set(steps.column_names) - set(documented), key=lambda name: (name[:1] != "t", name))]
     if requested is None:
@@ -105,11 +105,11 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
 
 
 def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_cache.Loaded:
-    """Return the runs in `run_dirs`, through the cache below `root` if `cache` and possible."""
+    """Return the runs in `run_dirs`. If `cache`, use the cache below `root`, unless it is unusable."""
     if cache and len(run_dirs) >= MIN_CACHED_RUNS:
         folder = root / CACHE
         try:
-            # A link of another user could lead to own files, and a crafted Arrow file could crash the reader.
+            # Another user's link could lead to files of this user, and a crafted Arrow file could crash the reader.
             if other_writers(folder) is None:
                 folder.mkdir(exist_ok=True)
                 if os.access(folder, os.W_OK):

@@ -23,11 +23,11 @@ from holmes_hpc.results.loading.steps import NO_STEPS, Floats, Steps, read_steps
 from holmes_hpc.results.plans import integer, mapping, number, plan_columns, read_plan, text
 from holmes_hpc.results.statistics import median_interval
 
-START_RESOLUTION = timedelta(seconds=1)  # recorded start times are rounded down by up to this much
+START_RESOLUTION = timedelta(seconds=1)  # recorded start times are rounded down to this
 
 
 def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
-    """Return the row of one run (RUN_COLUMNS, and FAMILIES as JSON texts) and its steps. `key`: its value of `run`.
+    """Return the row of one run (RUN_COLUMNS, and FAMILIES as JSON texts) and its steps. `key`: the column `run`.
 
     An unreadable run has a row with its error, and no steps."""
     row: dict[str, Any] = dict.fromkeys([*RUN_COLUMNS, *FAMILIES])
@@ -73,7 +73,7 @@ def plain_name(path: str | Path) -> str:
 
 
 def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
-    """Yield a text for each file of a run with steps that lacks fields: ``run.yaml: hosts, nics``."""
+    """Yield a text for each file that lacks fields (``run.yaml: hosts, nics``); none for a run without steps."""
     for file, fields in (("run.yaml", missing_fields(record)), ("metrics.jsonl", steps.missing)):
         if fields and len(steps):
             yield f"{file}: {', '.join(fields)}"
@@ -135,14 +135,14 @@ def _two_levels(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(steps: Steps) -> dict[str, Any]:
-    """Return the columns that are computed from a run's steps, after warm-up and under its present plan."""
-    count, counted = len(steps), slice(steps.left_out, None)
+    """Return the columns that are computed from a run's steps: those after warm-up and under its present plan."""
+    count, included = len(steps), slice(steps.left_out, None)
     if count == steps.earlier:
         return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
-    times = median_interval(steps.scalars["step_time_s"][counted])
+    times = median_interval(steps.scalars["step_time_s"][included])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
     traffic = [v[None] for v in (*steps.tx.values(), *steps.rx.values())]
-    series = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count), *traffic])[:, counted]
+    series = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count), *traffic])[:, included]
     parts, of_stages, tx, rx = np.split(_medians(series), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     by_stage = of_stages.reshape(len(PARTS), stages).T
     while len(by_stage) and np.isnan(by_stage[-1]).all():
@@ -150,7 +150,7 @@ def figures(steps: Steps) -> dict[str, Any]:
     stage_parts = {f"{n}.{part}": float(row[i]) for n, row in enumerate(by_stage) for i, part in enumerate(PARTS)}
     columns: dict[str, Any] = {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": steps.warmup}
     columns |= {"step_time_s": times.median, "step_time_low_s": times.low, "step_time_high_s": times.high}
-    columns |= {name: harmonic_mean(steps.scalars[name][counted]) for name in RATES}
+    columns |= {name: harmonic_mean(steps.scalars[name][included]) for name in RATES}
     columns |= {name: float(steps.scalars[name][-1]) for name in ("loss", "grad_norm")}
     columns |= {"first_loss": float(steps.scalars["loss"][0]), "peak_memory_bytes": steps.peak}
     columns["validation_loss"] = _last(steps.scalars["validation_loss"])
@@ -167,7 +167,7 @@ def _last(values: Floats) -> float:
 
 
 def _medians(values: Floats) -> Floats:
-    """Return the median of each row of a matrix without its NaN values; NaN if a row has no others."""
+    """Return the median of each row of a matrix, in which NaN values do not count; NaN if a row has no others."""
     ordered, count = np.sort(values, axis=1), (~np.isnan(values)).sum(axis=1, keepdims=True)  # NaN comes last
     middle_pairs = np.take_along_axis(ordered, np.concatenate([(count - 1) // 2, count // 2], axis=1), axis=1)
     return np.asarray(middle_pairs.mean(axis=1))

@@ -39,9 +39,9 @@ class Steps:
     """The metrics of one run's steps, each step once, in order. NaN: not recorded.
 
     Shapes: `scalars`: {field: [steps]}; `breakdown`: [parts, stages, steps], in seconds; `tx`, `rx`: {fabric or
-    ethernet: [steps]}, in bytes. `peak`: the maximum memory over ranks and steps, in bytes. `earlier`: how many of the
-    first steps ran under an earlier plan; `warmup` steps follow. `broken`: the number of unreadable lines. `missing`:
-    fields that every line should have and no line has."""
+    ethernet: [steps]}, in bytes. `peak`: the maximum memory over ranks and steps, in bytes. `earlier`: the number of
+    first steps, which ran under an earlier plan; then follow `warmup` steps. `broken`: the number of unreadable lines.
+    `missing`: fields that every line should have and no line has."""
 
     step: NDArray[np.int64]
     attempt: NDArray[np.int64]
@@ -83,7 +83,7 @@ class Steps:
 
 
 def mean_over_stages(breakdown: Floats) -> Floats:
-    """Return the mean over stages of an array [parts, stages, steps], without NaN values: an array [parts, steps]."""
+    """Return the mean over stages of an array [parts, stages, steps] as an array [parts, steps]. NaN does not count."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.nansum(breakdown, axis=1) / (~np.isnan(breakdown)).sum(axis=1))
 
@@ -150,7 +150,7 @@ def _breakdown(lines: pa.Table) -> Floats:
 
 
 def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
-    """Return the bytes as {tx or rx: {fabric or ethernet: [steps]}}. A network that a line omits has carried none."""
+    """Return the bytes as {tx or rx: {fabric or ethernet: [steps]}}: 0 where a line's `nic_bytes` omits a network."""
     counts: dict[str, dict[str, Floats]] = {direction: {} for direction in DIRECTIONS}
     if "nic_bytes" not in lines.column_names or not pa.types.is_struct(lines["nic_bytes"].type):
         return counts
