@@ -281,20 +281,10 @@ def calibration_config(config: Configuration) -> Configuration:
 
 def with_software(target_site: Site, attention: str | None, fused_norm: bool | None) -> Site:
     """Return the site with these implementations of attention and norms in every pool; None keeps the site's."""
-    return replace(
-        target_site,
-        pools=tuple(
-            replace(
-                f,
-                gpu=replace(
-                    f.gpu,
-                    attention=attention or f.gpu.attention,
-                    fused_norm=f.gpu.fused_norm if fused_norm is None else fused_norm,
-                ),
-            )
-            for f in target_site.pools
-        ),
-    )
+    values: dict[str, Any] = {"attention": attention, "fused_norm": fused_norm}
+    changes = {name: value for name, value in values.items() if value is not None}
+    pools = tuple(replace(f, gpu=replace(f.gpu, **changes)) for f in target_site.pools)
+    return replace(target_site, pools=pools)
 
 
 def check_site(plan: Plan, target_site: Site) -> None:
