@@ -4,6 +4,7 @@
 corrections of all figures.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -108,18 +109,8 @@ class Calibration(Checked, where="calibration"):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that :meth:`from_dict` accepts."""
-        return {
-            **asdict(self),
-            "fabrics": [
-                {
-                    **asdict(f),
-                    "links": {k: asdict(v) for k, v in f.links.items()},
-                    "parts": [asdict(p) for p in f.parts],
-                }
-                for f in self.fabrics
-            ],
-            "between": [b.to_dict() for b in self.between],
-        }
+        data = {**asdict(self), "between": [link.to_dict() for link in self.between]}
+        return json.loads(json.dumps(data))  # tuples become lists
 
     def best_match(self, pool: Pool) -> MeasuredPool | None:
         """Return the measurements on `pool`, else on another with GPUs of its kind, else None."""
