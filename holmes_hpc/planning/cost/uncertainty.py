@@ -44,10 +44,7 @@ class Uncertainty(Checked, where="uncertainty"):
 @cache
 def measured() -> Uncertainty:
     path = Path(__file__).with_name("uncertainty.yaml")
-    table = read_yaml(path)
-    spreads = {name: make(Spread, table[name], f"{path.name}: {name}") for name in ("sets", "generations")}
-    attention = {name: tuple(values) for name, values in table["attention"].items()}
-    return Uncertainty(**spreads, gpus=table["gpus"], attention=attention)
+    return make(Uncertainty, read_yaml(path), path.name)
 
 
 def _reasons(layout: Layout) -> Iterator[tuple[float, str]]:
