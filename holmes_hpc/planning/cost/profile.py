@@ -19,7 +19,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
-from holmes_hpc.schema import REQUIRED, Checked, key, keys
+from holmes_hpc.schema import REQUIRED, Checked, key, keys, make
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,10 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
         tps: Mapping[Any, Any] = by_tp if isinstance(by_tp, Mapping) else {"?": {}}
         for tp, parts in tps.items():
             where = f"profile: micro-batch {micro_size}, TP {tp}"
-            try:
+            errors = AttributeError, TypeError, ValueError
+            hint = "give {MICRO: {TP: {INDEX: [forward, backward, update]}}} in seconds"
+            with ConfigError.instead_of(*errors, where=where, hint=hint, what="not Sailor's profile"):
                 times = {int(index): tuple(float(s) for s in seconds) for index, seconds in parts.items()}
-            except (AttributeError, TypeError, ValueError):
-                raise ConfigError(
-                    "not Sailor's profile",
-                    where=where,
-                    hint="give {MICRO: {TP: {INDEX: [forward, backward, update]}}} in seconds",
-                ) from None
             last = len(times) - 1
             ConfigError.refuse(
                 where,
@@ -86,28 +82,22 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
 
 def _csv_rows(text: str) -> Iterator[Row]:
     declared = keys(Row)
+    required = [name for name, k in declared.items() if k.default is REQUIRED]
     reader = csv.DictReader(StringIO(text))
     columns = reader.fieldnames or ()
-    unknown = [name for name in columns if name not in declared]
-    missing = [name for name, k in declared.items() if k.default is REQUIRED and name not in columns]
     ConfigError.refuse(
         "profile",
-        *((True, f"unknown column {name!r}", nearest(str(name), declared)) for name in unknown),
-        *((True, f"no column {name}", f"give {', '.join(declared)}") for name in missing),
+        *((name not in declared, f"unknown column {name!r}", nearest(str(name), declared)) for name in columns),
+        *((name not in columns, f"no column {name}", f"give {', '.join(declared)}") for name in required),
     )
     for row in reader:
-        where = f"profile: line {reader.line_num}"
-        if None in row or None in row.values():
-            raise ConfigError(
-                "the number of values differs from the number of columns", where=where, hint="give one value per column"
-            )
-        try:
-            yield Row(**{name: _parse_cell(name, value) for name, value in row.items() if value != ""})
-        except (TypeError, ConfigError) as e:
-            message, hint = (
-                (e.what, e.hint) if isinstance(e, ConfigError) else ("a value is missing", "complete the row")
-            )
-            raise ConfigError(message, where=where, hint=hint) from None
+        where, is_uneven = f"profile: line {reader.line_num}", None in row or None in row.values()
+        ConfigError.refuse(
+            where,
+            (is_uneven, "the number of values differs from the number of columns", "give one value per column"),
+            ("" in map(row.get, required), "a value is missing", "complete the row"),
+        )
+        yield make(Row, {name: _parse_cell(name, value) for name, value in row.items() if value != ""}, where)
 
 
 def _parse_cell(name: str, text: str) -> Any:
