@@ -12,7 +12,7 @@ from math import inf
 
 import numpy as np
 
-from holmes_hpc.config.plan_options import RECOMPUTE, PlanOptions
+from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
@@ -24,6 +24,7 @@ from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKETS
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.layers import uniform_layers
+from holmes_hpc.planning.search.per_stage import FREE_VALUES, conflicting_option
 from holmes_hpc.planning.search.placement import component
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
@@ -35,6 +36,10 @@ from holmes_hpc.planning.search.problem import (
 )
 
 MAX_STAGES = 16  # of a pipeline inside one pool
+
+# Plan options with the values under which pools may share a step.
+_FREE_VALUES = {name: values for name, values in FREE_VALUES.items() if name not in ("dp", "pool_order", "partition")}
+_FREE_VALUES |= {"strategy": ("auto", "hierarchical-dp"), "unequal": ("auto", "true")}
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSte
     None if no fabric has several, or the options exclude them. `clock`: its limit applies once there is a layout."""
     clock = clock or Clock()
     options = problem.options
-    if _is_excluded(options) or problem.costs.software.sharding not in ("none", "optimizer"):
+    if conflicting_option(options, problem.costs, _FREE_VALUES):
         return None
     pools_of: dict[str, list[AvailablePool]] = {}
     for a in available_pools(problem.site, options):
@@ -79,20 +84,6 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSte
     layouts = [best.layout.with_settings(bucket_bytes=size) for size in (BUCKET_BYTES, *BUCKETS)]
     seconds = [float(step_s(layout, best.layers)[0]) for layout in layouts]
     return replace(best, layout=layouts[int(np.argmin(seconds))], seconds=min(seconds))
-
-
-def _is_excluded(options: PlanOptions) -> bool:
-    """Return whether the user's options exclude layouts that share a step among pools."""
-    return (
-        options.unequal == "false"
-        or options.strategy not in ("auto", "hierarchical-dp")
-        or options.transport != "holmes"
-        or options.layers_per_stage is not None
-        or options.virtual_stages not in (None, 1)
-        or options.schedule not in ("auto", PER_STAGE.name)
-        or options.distributed_optimizer is False
-        or options.sequence_parallel is False
-    )
 
 
 def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[SharedSteps]:

@@ -4,7 +4,7 @@ The most promising shapes (stage_shapes.py) are simulated. For the best of them,
 one at a time while the simulated step gets shorter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby, permutations
 from math import ceil, inf
@@ -43,7 +43,7 @@ FAR = 1.12  # variants up to this many times as slow as the best are refined
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
-_FREE_VALUES: dict[str, tuple[Any, ...]] = {
+FREE_VALUES: dict[str, tuple[Any, ...]] = {
     "dp": (None,),
     "layers_per_stage": (None,),
     "pool_order": (None,),
@@ -57,10 +57,12 @@ _FREE_VALUES: dict[str, tuple[Any, ...]] = {
 }
 
 
-def conflicting_option(options: PlanOptions, costs: Costs) -> str | None:
-    """Return the first option that excludes per-stage TP/DP, as KEY=VALUE; None if there is none."""
-    for name, free_values in _FREE_VALUES.items():
-        if (value := getattr(options, name)) not in free_values:
+def conflicting_option(
+    options: PlanOptions, costs: Costs, free_values: Mapping[str, tuple[Any, ...]] = FREE_VALUES
+) -> str | None:
+    """Return the first option, as KEY=VALUE, with another value than its `free_values`; None if there is none."""
+    for name, values in free_values.items():
+        if (value := getattr(options, name)) not in values:
             return f"plan.{name}={value}"
     return None if costs.software.sharding in ("none", "optimizer") else f"sharding {costs.software.sharding}"
 
