@@ -2,7 +2,6 @@
 
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -181,17 +180,14 @@ def _drawing(plan: Plan) -> list[str]:
 
 def _shares(plan: Plan) -> dict[str, str]:
     """Return pool -> its pipelines and their share of a step, if pools share a step by their speed."""
-    p, first, texts = plan.parallel, 0, dict[str, str]()
     if not plan.is_per_stage or plan.strategy != "hierarchical-dp":
         return {}
-    counts = Counter(p.routes(plan.micro_batches)[0])
-    for part in plan.components:
-        end = first + part.ranks // (p.tp * p.pp)
-        some = sorted({counts[pipeline] for pipeline in range(first, end)})
-        number = " or ".join(map(str, some))
-        texts[part.pool] = f"{counted(end - first, 'pipeline')}, {number} of {plan.micro_batches} micro-batches each"
-        first = end
-    return texts
+    shares = plan.parallel.pipeline_shares([c.ranks for c in plan.components], plan.micro_batches)
+    return {
+        c.pool: f"{counted(len(counts), 'pipeline')}, {' or '.join(map(str, sorted({*counts})))} of"
+        f" {plan.micro_batches} micro-batches each"
+        for c, counts in zip(plan.components, shares, strict=True)
+    }
 
 
 def _stage(plan: Plan, stage: int, per_node: int) -> str:

@@ -7,7 +7,6 @@ rank: a plan may have tens of thousands of ranks.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -141,12 +140,8 @@ class Layout:
         """The micro-batches of a pipeline, per kind of replica: of that with the most."""
         if not self.is_weighted:
             return (self.batch.micro_batches(self.parallel.dp),) * len(self.replicas)
-        counts, first, most = Counter(self.parallel.routes(self.batch.micro_batches(1))[0]), 0, list[int]()
-        for component in self.components:
-            end = first + self.pipelines(component)
-            most.append(max(counts[pipeline] for pipeline in range(first, end)))
-            first = end
-        return tuple(most)
+        shares = self.parallel.pipeline_shares([c.ranks for c in self.components], self.batch.micro_batches(1))
+        return tuple(map(max, shares))
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:

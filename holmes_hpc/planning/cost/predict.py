@@ -1,6 +1,6 @@
 """Predictions for a plan: step time and its parts, throughput, memory, bytes per network, timeline, 90% interval."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +17,6 @@ from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.cost.memory import memory
 from holmes_hpc.planning.cost.timing import Timing, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.uncertainty import interval_s
-from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
 from holmes_hpc.planning.schedule.kinds import COMPUTING
@@ -76,13 +75,10 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     tokens = batch.global_size * batch.sequence_length
     layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
     flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
-    counts, first = Counter(p.routes(plan.parts.micro_batches(1))[0]), 0
-    for component in plan.components:
-        gpu = plan.site.pool(component.pool).gpu
-        share = 1.0  # of the micro-batches
-        if p.order != PIPELINE_ORDER:
-            end = first + component.ranks // (p.tp * p.pp)
-            share, first = sum(counts[pipeline] for pipeline in range(first, end)) / counts.total(), end
+    total = plan.parts.micro_batches(1)
+    shares = p.pipeline_shares([c.ranks for c in plan.components], total)
+    for component, counts in zip(plan.components, shares, strict=True):
+        gpu, share = plan.site.pool(component.pool).gpu, sum(counts) / total
         for stage in component.stages:
             flops_of[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
         ranks_of[gpu] += component.ranks

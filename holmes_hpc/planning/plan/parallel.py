@@ -7,10 +7,11 @@ as in Megatron-Core. With per-stage TP/DP, routes assign each micro-batch to one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import Annotated, Any
 
 import numpy as np
@@ -220,6 +221,14 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def routes(self, micro_batches: int) -> tuple[tuple[int, ...], ...]:
         """Return, per stage, the replica of each micro-batch of a step. PlanError if a replica gets none."""
         return tuple(_route(stage, s, micro_batches) for s, stage in enumerate(self.stages))
+
+    def pipeline_shares(self, ranks: Sequence[int], micro_batches: int) -> list[list[int]]:
+        """Return the micro-batches of each pipeline through each component. `ranks`: of each component."""
+        counts = [count for _, count in sorted(Counter(self.routes(micro_batches)[0]).items())]
+        if self.order == PIPELINE_ORDER:
+            return [counts for _ in ranks]
+        pipelines = iter(counts)
+        return [list(islice(pipelines, n // (self.tp * self.pp))) for n in ranks]
 
 
 _UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "cp")}
