@@ -1,4 +1,4 @@
-"""Sizes, networks and all-to-alls of the experts of a layout.
+"""Sizes and all-to-alls of the experts of a layout.
 
 An expert is on one rank as a whole. `ep` consecutive ranks of a stage hold all experts, and exchange tokens; ranks with
 the same experts reduce their gradients.
@@ -13,15 +13,11 @@ import numpy as np
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.planning.cost.flops import expert_parameters
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.plan.parts import Component
-from holmes_hpc.planning.plan.transport import LOCAL, Transport
+from holmes_hpc.planning.plan.transport import LOCAL
 
 EXCHANGES = 3  # all-to-alls of a layer's forward pass: tokens, probabilities, results
-
-
-def replicas(layout: Layout) -> int:
-    """Return the number of ranks of a stage that hold the same experts."""
-    return layout.parallel.stages[0].ranks // layout.parallel.ep
 
 
 def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
@@ -31,10 +27,11 @@ def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
 
 def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Return the number of parameters, of a stage's `count`, that one rank's optimizer updates, (plans, S)."""
-    if not layout.parallel.distributed_optimizer:
+    p = layout.parallel
+    if not p.distributed_optimizer:
         return count
     experts = weights(layout, layers).sum(axis=2)
-    return (count - experts) / layout.intra_dp_size + experts / replicas(layout)
+    return (count - experts) / layout.intra_dp_size + experts / (p.stages[0].ranks // p.ep)
 
 
 def joined_bytes(model: ModelSpec, ep: int, element: float) -> float:
@@ -49,14 +46,6 @@ def ep_nodes(layout: Layout, component: Component) -> int:
     """Return the number of nodes of an EP group."""
     ep, per_node = layout.parallel.ep, component.gpus_per_node
     return 1 if component.nodes == 1 or per_node % ep == 0 else max(2, ep // per_node)
-
-
-def data_parallel(layout: Layout, replica: int, stage: int) -> tuple[Transport, int, tuple[int, int]]:
-    """Return (transport, nodes, (ranks, groups that leave a node)) of a group of ranks with the same experts."""
-    component, ranks = layout.replicas[replica][stage], replicas(layout)
-    nodes = min(ranks, layout.intra_dp_nodes(replica, stage))
-    transport = layout.transport_rule.of({component.pool}, nodes == 1)
-    return transport, nodes, (ranks, min(layout.parallel.ep, component.gpus_per_node))
 
 
 def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool) -> float:
@@ -75,21 +64,9 @@ def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool
 
 def exchange_s(layout: Layout, replica: int) -> np.ndarray:
     """Return the seconds of the all-to-alls of a layer's forward pass, (S,). Backward takes as long."""
-    p = layout.parallel
-    if p.ep == 1:
-        return np.zeros(p.pp)
-    return np.concatenate(
-        [
-            np.full(
-                end - first,
-                layout.pool_memo.of(
-                    *("exchange", layout.replicas[replica][first].pool),
-                    compute=partial(_exchange_s, layout, layout.replicas[replica][first]),
-                ),
-            )
-            for first, end in layout.stage_ranges[replica]
-        ]
-    )
+    if layout.parallel.ep == 1:
+        return np.zeros(layout.parallel.pp)
+    return by_stage(layout, replica, ("exchange",), partial(_exchange_s, layout))
 
 
 def _exchange_s(layout: Layout, component: Component) -> float:

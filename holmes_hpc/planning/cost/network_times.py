@@ -10,7 +10,6 @@ from functools import partial
 
 import numpy as np
 
-from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import BYTES
 from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.plan.plan import Component
@@ -83,7 +82,7 @@ def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
         )
         reduce[:, first:end], gather[:, first:end] = sync[0][:, None], sync[1][:, None]
         if layout.model.experts.count:
-            group = experts.data_parallel(layout, replica, first)
+            group = _expert_group(layout, stages[first], nodes)
             sync = layout.pool_memo.of(
                 "synchronize experts", *key, compute=partial(_sync_times, layout, stages[first], *group)
             )
@@ -239,6 +238,15 @@ def _sync_times(
             "reduce_scatter", collectives.all_reduce, costs.wire_size / layout.intra_dp_size
         )
     return reduce, ring.seconds("all_gather", collectives.all_gather, costs.weight_bytes(gpu))
+
+
+def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Transport, int, tuple[int, int]]:
+    """Return (transport, nodes, (ranks, groups that leave a node)) of a group of ranks with the same experts.
+    `nodes`: of an intra-DP group."""
+    p = layout.parallel
+    ranks = p.stages[0].ranks // p.ep
+    nodes = min(ranks, nodes)
+    return layout.transport_rule.of({component.pool}, nodes == 1), nodes, (ranks, min(p.ep, component.gpus_per_node))
 
 
 def _tied_embedding_s(layout: Layout) -> float:
