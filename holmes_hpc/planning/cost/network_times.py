@@ -21,16 +21,15 @@ from holmes_hpc.planning.schedule.simulation import RowDurations
 class ReplicaTimes:
     """Network times of one pipeline replica.
 
-    `down`, `up`: seconds of a stage transfer from each stage, (S,). `reduce`, `gather`: seconds of reducing gradients
-    and of gathering parameters, per parameter and per bucket, (2, S). `fsdp`: the same for (gathering, reducing) in
-    every pass under FSDP, (2, 2, S). `experts`: (`reduce`, `gather`) of their weights, (2, 2, S).
-    `shares_nic`: whether gradients and the transfers up use the same NIC, (S,).
+    `down`, `up`: seconds of a stage transfer from each stage, (S,). `sync`: seconds of (reducing gradients, gathering
+    parameters), each per parameter and per bucket, (2, 2, S). `fsdp`: the same for (gathering, reducing) in every pass
+    under FSDP. `experts`: `sync` of their weights. `shares_nic`: whether gradients and the transfers up use the same
+    NIC, (S,).
     """
 
     down: np.ndarray
     up: np.ndarray
-    reduce: np.ndarray
-    gather: np.ndarray
+    sync: np.ndarray
     fsdp: np.ndarray
     experts: np.ndarray
     shares_nic: np.ndarray
@@ -66,35 +65,26 @@ def network_times(layout: Layout) -> NetworkTimes:
 
 
 def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
-    p, stages, costs = layout.parallel, layout.replicas[replica], layout.costs
+    p, stages = layout.parallel, layout.replicas[replica]
     down, up = transfers_s(layout, replica)
-    reduce, gather = np.zeros((2, p.pp)), np.zeros((2, p.pp))
-    fsdp, expert_sync = np.zeros((2, 2, p.pp)), np.zeros((2, 2, p.pp))
+    seconds = {name: np.zeros((2, 2, p.pp)) for name in ("sync", "fsdp", "experts")}
     shares_nic = np.zeros(p.pp, dtype=bool)
-    in_passes = costs.software.sharding in ("gradients", "full")
     spans_job = p.optimizer_instances > 1 or layout.spans_pools
     job_pools = tuple(c.pool for c in layout.components) if spans_job else ()
     for first, end in layout.stage_ranges[replica]:
         reduction, nodes = layout.intra_dp_transport(replica, first), layout.intra_dp_nodes(replica, first)
-        key = stages[first].pool, reduction.kind, nodes, job_pools
-        sync = layout.pool_memo.of(
-            "synchronize", *key, compute=partial(_sync_times, layout, stages[first], reduction, nodes)
-        )
-        reduce[:, first:end], gather[:, first:end] = sync[0][:, None], sync[1][:, None]
+        computed = {"sync": partial(_sync_times, layout, stages[first], reduction, nodes)}
         if layout.model.experts.count:
             group = _expert_group(layout, stages[first], nodes)
-            sync = layout.pool_memo.of(
-                "synchronize experts", *key, compute=partial(_sync_times, layout, stages[first], *group)
-            )
-            expert_sync[:, :, first:end] = np.stack(sync)[:, :, None]
-        if in_passes:
-            pass_sync = layout.pool_memo.of(
-                "passing", *key, compute=partial(_fsdp_times, layout, stages[first], reduction, nodes)
-            )
-            fsdp[:, :, first:end] = pass_sync[:, :, None]
+            computed["experts"] = partial(_sync_times, layout, stages[first], *group)
+        if layout.costs.software.sharding in ("gradients", "full"):
+            computed["fsdp"] = partial(_fsdp_times, layout, stages[first], reduction, nodes)
+        for name, compute in computed.items():
+            key = name, stages[first].pool, reduction.kind, nodes, job_pools
+            seconds[name][:, :, first:end] = layout.pool_memo.of(*key, compute=compute)[:, :, None]
         if p.pp > 1 and layout.intra_dp_size > 1:
             shares_nic[first:end] = [layout.edges[replica][(s - 1) % p.pp] == reduction for s in range(first, end)]
-    return ReplicaTimes(down, up, reduce, gather=gather, fsdp=fsdp, experts=expert_sync, shares_nic=shares_nic)
+    return ReplicaTimes(down, up, **seconds, shares_nic=shares_nic)
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
@@ -215,9 +205,9 @@ def reduce_factor(layout: Layout, component: Component, nodes: int, ranks: int) 
 
 def _sync_times(
     layout: Layout, component: Component, transport: Transport, nodes: int, group: tuple[int, int] | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds to (reduce gradients, gather parameters) of a stage of one component.
-    Its groups span `nodes` nodes. Each array is per parameter and per bucket, (2,). `group`: (ranks of a group, groups
+) -> np.ndarray:
+    """Return the seconds to (reduce gradients, gather parameters) of a stage of one component, (2, 2).
+    Its groups span `nodes` nodes. The columns are per parameter and per bucket. `group`: (ranks of a group, groups
     that leave a node); None: of the intra-DP groups."""
     p, gpu, costs = layout.parallel, layout.pool(component).gpu, layout.costs
     collectives = costs.collectives(gpu)
@@ -227,7 +217,7 @@ def _sync_times(
     ring = Ring(layout, component, transport, ranks, nodes, sharing, layout.ring if layout.spans_pools else ())
     reduce = ring.seconds("reduce_scatter", reduce_factor(layout, component, nodes, ranks), costs.wire_size)
     if not p.distributed_optimizer:
-        return reduce, np.zeros(2)
+        return np.array([reduce, np.zeros(2)])
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances
         count, per_node = p.optimizer_instances, component.gpus_per_node
         senders = max(1, p.world_size / count / per_node)
@@ -237,7 +227,7 @@ def _sync_times(
         reduce = reduce + across.seconds(
             "reduce_scatter", collectives.all_reduce, costs.wire_size / layout.intra_dp_size
         )
-    return reduce, ring.seconds("all_gather", collectives.all_gather, costs.weight_bytes(gpu))
+    return np.array([reduce, ring.seconds("all_gather", collectives.all_gather, costs.weight_bytes(gpu))])
 
 
 def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Transport, int, tuple[int, int]]:

@@ -259,9 +259,7 @@ def _replica(
         overlap_s = weight * np.array(layout.order.last_weight_passes)[:, None]
     buckets = np.ones_like(count)  # a stage's later chunks have one bucket each (training/model/optimizer.py)
     buckets[:, :, 0] = np.maximum(1, np.ceil(count[:, :, 0] * layout.costs.gradient_size / bucket_bytes[:, None]))
-    reduce, gather = (
-        costs[0, :, None] * (count - sparse) + costs[1, :, None] * buckets for costs in (network.reduce, network.gather)
-    )
+    reduce, gather = (costs[0, :, None] * (count - sparse) + costs[1, :, None] * buckets for costs in network.sync)
     if layout.model.experts.count:
         calls = np.maximum(1, np.ceil(buckets * sparse / np.maximum(1, count)))
         reduce, gather = (
