@@ -32,11 +32,12 @@ from holmes_hpc.planning.search.layers import (
 )
 from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
 from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, ep_sizes
-from holmes_hpc.planning.search.weight_pass_lags import defer
 
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
+LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # of weight passes behind backward passes, to try
+MIN_LAG_GAIN = 1e-3  # of a round of changes to weight passes, to try another
 
 
 @dataclass(frozen=True)
@@ -323,9 +324,26 @@ class Evaluator:
         return simpler if simpler.seconds < best.seconds else best
 
     def _with_weight_passes(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the best layers, depth, buckets and weight passes."""
-        candidate, sizes = self._refine_layers_and_depth(candidate), self._bucket_sizes(candidate.layout)
-        return defer(candidate, sizes, self._better, self._refine_layers_and_depth)
+        """Return the candidate with the best layers, depth, buckets and weight passes.
+
+        The lags of weight passes and the final ones change for all stages alike, then for one stage at a time.
+        """
+        candidate, start_s = self._refine_layers_and_depth(candidate), inf
+        order, sizes = candidate.layout.order, self._bucket_sizes(candidate.layout)
+        lags = sorted({min(lag, order.micro_batches) for lag in LAGS})
+        changes = [(lag, final) for lag in lags for final in sorted({1, max(1, lag)})]
+        while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
+            start_s = candidate.seconds
+            for stage, (lag, final) in product((None, *range(order.stages)), changes):
+                s = candidate.layout.schedule
+                deferred = tuple(lag if stage in (None, i) else n for i, n in enumerate(s.deferred))
+                last = tuple(final if stage in (None, i) else n for i, n in enumerate(s.final))
+                layout = candidate.layout.with_settings(schedule_of(s.kind, s.in_flight, deferred, last))
+                candidate = self._better(candidate, layout)
+            for size in sizes:
+                candidate = self._better(candidate, candidate.layout.with_settings(bucket_bytes=size))
+            candidate = self._refine_layers_and_depth(candidate)
+        return candidate
 
     def _better(self, candidate: Candidate, layout: Layout) -> Candidate:
         """Return the candidate under another layout if that fits and its step is then shorter, else the candidate."""
