@@ -69,15 +69,8 @@ UNMEASURED_NICS = tuple(str(nic) for nic in NicType if nic.rdma and not nic.verb
 NCCL_LINKS: Mapping[str, Link] = {
     "local": Link(5e-6, STACK.local),
     "ib": Link(1e-5, STACK.ib),
-    "roce": Link(1e-5, STACK.roce),
     "ethernet": Link(5e-5, 0.956),
-    **dict.fromkeys(UNMEASURED_NICS, Link(1e-5, STACK.roce)),
+    **dict.fromkeys(("roce", *UNMEASURED_NICS), Link(1e-5, STACK.roce)),
 }
 # CPU ranks use gloo over TCP on any NIC. Headers take 1 - 1448/1514; a message costs about a scheduler's tick.
-GLOO_LINKS: Mapping[str, Link] = {
-    "local": Link(2e-4, 0.9),
-    "ib": Link(4e-4, 0.95),
-    "roce": Link(4e-4, 0.95),
-    "ethernet": Link(4e-4, 0.95),
-    **dict.fromkeys(UNMEASURED_NICS, Link(4e-4, 0.95)),
-}
+GLOO_LINKS: Mapping[str, Link] = {"local": Link(2e-4, 0.9), **dict.fromkeys(map(str, NicType), Link(4e-4, 0.95))}
