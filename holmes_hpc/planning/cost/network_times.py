@@ -57,7 +57,7 @@ def network_times(layout: Layout) -> NetworkTimes:
     ]
     return NetworkTimes(
         tuple(_replica_times(layout, replica) for replica in replicas),
-        tied=_tied_embedding_s(layout),
+        tied=tied_embedding_s(layout),
         norm=_norm_s(layout),
         overhead=max(layout.costs.step_overhead_s(layout.pool(c)) for c in layout.components),
         optimizer=np.max(updates, axis=0),
@@ -239,20 +239,26 @@ def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Tra
     return layout.transport_rule.of({component.pool}, nodes == 1), nodes, (ranks, min(p.ep, component.gpus_per_node))
 
 
-def _tied_embedding_s(layout: Layout) -> float:
-    """Return the seconds of the all-reduce of a tied embedding's gradient between the first and the last stage."""
-    p = layout.parallel
+@memoised()
+def tied_embedding_s(layout: Layout) -> float:
+    """Return the seconds of the all-reduce of a tied embedding's gradient between the first and the last stage.
+    Two ranks reduce each part of it, or with per-stage TP/DP, all ranks of both stages the whole."""
+    p, rings = layout.parallel, list[Ring]()
     if not layout.model.tied or p.pp == 1:
         return 0.0
-    times = []
+    size = embedding_bytes(layout) / (1 if layout.is_per_stage else p.tp)
     for replica, stages in enumerate(layout.replicas):
-        transport = layout.embedding_transport(replica)
         pair = stages[0], stages[-1]
-        for component in pair:
-            sharing = 1 if transport.kind == "local" else _ranks_at_edge(layout, component)
-            ring = Ring(layout, component, transport, 2, 2, sharing, [pair], _nodes_at_edge(layout, component))
-            times.append(float(ring.seconds("reduce_scatter", 2.0, embedding_bytes(layout) / p.tp).sum()))
-    return max(times)
+        for end, component in zip((0, -1), pair, strict=True):
+            if layout.is_per_stage:
+                view, sizes = layout.views[end], (p.stages[0].ranks, p.stages[-1].ranks)
+                nodes = sum(ranks // c.gpus_per_node for ranks, c in zip(sizes, pair, strict=True))
+                rings.append(Ring(view, component, view.embedding_transport(), sum(sizes), nodes, 1.0, [pair]))
+            else:
+                wire = layout.embedding_transport(replica)
+                sharing = 1 if wire.kind == "local" else _ranks_at_edge(layout, component)
+                rings.append(Ring(layout, component, wire, 2, 2, sharing, [pair], _nodes_at_edge(layout, component)))
+    return max(float(ring.seconds("reduce_scatter", 2.0, size).sum()) for ring in rings)
 
 
 def _norm_s(layout: Layout) -> float:
@@ -315,20 +321,3 @@ def embedding_bytes(layout: Layout) -> float:
     """Return the bytes of a tied embedding's gradient, on all TP ranks together."""
     vocabulary = layout.model.padded_vocab(layout.parallel.vocabulary_parts)
     return float(vocabulary * layout.model.hidden * layout.costs.gradient_size)
-
-
-@memoised()
-def tied_per_stage_s(layout: Layout) -> float:
-    """Return the seconds of the tied embedding's all-reduce over all ranks of the first and the last stage."""
-    if not layout.model.tied or layout.parallel.pp == 1:
-        return 0.0
-    ends = (0, layout.parallel.pp - 1)
-    sizes = [layout.parallel.stages[s].ranks for s in ends]
-    components = [layout.replicas[0][s] for s in ends]
-    nodes = sum(ranks // c.gpus_per_node for ranks, c in zip(sizes, components, strict=True))
-    times = []
-    for stage, component in zip(ends, components, strict=True):
-        view, transport = layout.views[stage], layout.views[stage].embedding_transport()
-        ring = Ring(view, component, transport, sum(sizes), nodes, 1.0, [(components[0], components[1])])
-        times.append(float(ring.seconds("reduce_scatter", 2.0, embedding_bytes(layout)).sum()))
-    return max(times)

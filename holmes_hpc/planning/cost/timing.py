@@ -7,7 +7,7 @@ import numpy as np
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
-from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_per_stage_s
+from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_embedding_s
 from holmes_hpc.planning.schedule.simulation import (
     ACCURATE,
     Durations,
@@ -127,7 +127,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     return Timing(
         (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in durations.items()}),),
         ((False,) * p.pp,),
-        tied=tied_per_stage_s(layout),
+        tied=tied_embedding_s(layout),
         norm=first_times.norm,
         optimizer=(shares * updates).max(axis=1),
         gather=_select(layout.by_stage("gather", bucket, lambda view: of_view(view).gather), layers),

@@ -21,7 +21,7 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import (
     activation_bytes,
     edge_times,
-    tied_per_stage_s,
+    tied_embedding_s,
     transfer_s,
     transfers_s,
 )
@@ -150,7 +150,7 @@ def test_stages_of_unequal_width_share_a_line_among_the_nodes_of_the_narrower() 
             model=replace(MODEL, tied=True),
             schedule=Schedule(PER_STAGE.name, (2, 1)),
         )
-        return edge_times(layout).down[0][0], tied_per_stage_s(layout)
+        return edge_times(layout).down[0][0], tied_embedding_s(layout)
 
     one_node, two_nodes = times(FabricLink(("a", "b"), total_gbps=1.0)), times(FabricLink(("a", "b"), gbps=1.0))
     assert one_node == pytest.approx(two_nodes)
