@@ -204,16 +204,6 @@ class Layout:
             ),
         )
 
-    def by_stage(self, name: str, setting: object, compute: Callable[[Layout], np.ndarray]) -> np.ndarray:
-        """Return `compute` of each stage's view for each number of layers from one to all, (layers, S).
-        It is computed once for all variants of this layout with an equal `setting`."""
-
-        def columns() -> np.ndarray:
-            tables = [view.memo.of(name, setting, compute=partial(compute, view)) for view in self.views]
-            return np.stack([table[:, stage] for stage, table in enumerate(tables)], axis=1)
-
-        return self.memo.of("by stage", name, self.recompute, setting, compute=columns)
-
     @property
     def all_layers(self) -> np.ndarray:
         """Layer splits from one layer on every stage to all on every stage, (layers, S, 1)."""

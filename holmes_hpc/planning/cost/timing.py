@@ -1,6 +1,7 @@
 """Seconds of each pass, stage transfer and collective of a layout with given layers."""
 
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 
@@ -25,8 +26,7 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Return the parameters on one rank of each stage and chunk, (plans, S, C), for `layers` of that shape.
     A tied head on another stage than the embedding has a copy of its matrix."""
     if layout.is_per_stage:
-        table = layout.by_stage("parameters", None, lambda view: parameters(view, view.all_layers).sum(axis=2))
-        return _select(table, layers)[:, :, None]
+        return np.stack([parameters(view, layers)[:, s] for s, view in enumerate(layout.views)], axis=1)
     model, tp = layout.model, layout.parallel.tp
     count = layers.astype(np.float64) * layer_parameters(model, tp, layout.parallel.ep)
     count[:, 0, 0] += embedding_parameters(model, tp)
@@ -106,34 +106,38 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
 
 def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     """Return :func:`timing` of a layout with per-stage TP/DP: each stage's column comes from its own view."""
-    bucket = layout.bucket_bytes
-
-    def of_view(view: Layout) -> Timing:
-        return view.memo.of(
-            "timing", bucket, compute=lambda: timing(view.with_settings(bucket_bytes=bucket), view.all_layers)
-        )
-
-    def part(name: str) -> np.ndarray:
-        def first_chunk(view: Layout) -> np.ndarray:
-            values: np.ndarray = getattr(of_view(view).replicas[0], name)
-            return values.reshape(*values.shape[:2], -1)[:, :, 0]
-
-        return _select(layout.by_stage(name, bucket, first_chunk), layers)
-
-    durations = {f.name: part(f.name) for f in fields(Durations)}
-    first_times, p = of_view(layout.views[0]), layout.parallel
+    p, network = layout.parallel, network_times(layout.views[0])
+    parts = {name: _select(table, layers) for name, table in _stage_tables(layout).items()}
+    gather, shares = parts.pop("gather"), parts.pop("parameters") / np.array([stage.dp for stage in p.stages])
     updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
-    shares = parameters(layout, layers)[:, :, 0] / np.array([stage.dp for stage in p.stages])
     return Timing(
-        (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in durations.items()}),),
+        (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in parts.items()}),),
         ((False,) * p.pp,),
         tied=tied_embedding_s(layout),
-        norm=first_times.norm,
+        norm=network.norm,
         optimizer=(shares * updates).max(axis=1),
-        gather=_select(layout.by_stage("gather", bucket, lambda view: of_view(view).gather), layers),
-        overhead=first_times.overhead,
+        gather=gather,
+        overhead=network.overhead,
         edges=edge_times(layout),
     )
+
+
+@memoised("recompute", "bucket_bytes")
+def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
+    """Return the durations, `gather` and `parameters` of each stage in its own view, (layers, S) each.
+    The rows are those of :attr:`Layout.all_layers`."""
+
+    def of_view(view: Layout) -> dict[str, np.ndarray]:
+        times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)
+        durations = {f.name: getattr(times.replicas[0], f.name) for f in fields(Durations)}
+        return {**durations, "gather": times.gather, "parameters": parameters(view, view.all_layers)}
+
+    tables = [view.memo.of("tables", layout.bucket_bytes, compute=partial(of_view, view)) for view in layout.views]
+    shape = layout.model.layers, layout.parallel.pp
+    return {
+        name: np.stack([table[name].reshape(shape)[:, s] for s, table in enumerate(tables)], axis=1)
+        for name in tables[0]
+    }
 
 
 def row_durations(times: Timing, split: int) -> RowDurations:
