@@ -128,21 +128,10 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     raise OutOfMemory(message, where=where, hint=hint)
 
 
-# Keys of `plan` that can keep a model from fitting, with the value that leaves the choice to the planner.
-DEFAULTS: dict[str, Any] = {
-    "distributed_optimizer": None,
-    "max_memory_gib": None,
-    "recompute": "auto",
-    "layers_per_stage": None,
-    "virtual_stages": None,
-    "pp": None,
-    "tp": None,
-    "dp": None,
-    "ep": None,
-    "strategy": "auto",
-    "nodes": None,
-    "gpus_per_node": None,
-}
+# Keys of `plan` that can keep a model from fitting. Their defaults leave the choice to the planner.
+_LIMITING: tuple[str, ...] = ("distributed_optimizer", "max_memory_gib", "recompute", "layers_per_stage")
+_LIMITING += ("virtual_stages", "pp", "tp", "dp", "ep", "strategy", "nodes", "gpus_per_node")
+DEFAULTS = {name: getattr(PlanOptions(), name) for name in _LIMITING}
 
 
 def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
