@@ -136,25 +136,18 @@ class Layout:
         return self.is_hierarchical and len(self.components) > 1 and self.parallel.optimizer_instances == 1
 
     @cached_property
-    def micro_batches(self) -> tuple[int, ...]:
-        """The micro-batches of a pipeline, per kind of replica: of that with the most."""
-        if not self.is_weighted:
-            return (self.batch.micro_batches(self.parallel.dp),) * len(self.replicas)
-        shares = self.parallel.pipeline_shares([c.ranks for c in self.components], self.batch.micro_batches(1))
-        return tuple(map(max, shares))
-
-    @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """The :attr:`order` of each kind of pipeline replica."""
+        """The :attr:`order` of each kind of pipeline replica: of its pipeline with the most micro-batches."""
         if not self.is_weighted:
             return (self.order,) * len(self.replicas)
-        return tuple(self._grid_order(count) for count in self.micro_batches)
+        shares = self.parallel.pipeline_shares([c.ranks for c in self.components], self.batch.micro_batches(1))
+        return tuple(self._grid_order(max(counts)) for counts in shares)
 
     @cached_property
     def order(self) -> Order:
         p = self.parallel
         if self.is_weighted:
-            return self._grid_order(max(self.micro_batches))
+            return max(self.orders, key=lambda order: order.micro_batches)
         if self.is_per_stage:
             depths = self.schedule.in_flight
             total = self.batch.micro_batches(1)
