@@ -26,7 +26,7 @@ FRONT_LOADED_SHARE = 0.5  # the least share of data-parallel traffic that remain
 def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
     """Yield the pipeline placements that fill whole nodes and that `limit` admits."""
     block, options, layers = costs.tp * dp, costs.options, costs.layers
-    if all(costs.bound_on_s(dp, choice) > limit.max_s(names) for choice, names in costs.pool_choices):
+    if all(costs.bound_s(dp, choice) > limit.max_s(names) for choice, names in costs.pool_choices):
         return
     # Per pool: the fewest stages that fill whole nodes, and the most stages.
     units = np.array([gpus // gcd(gpus, block) for gpus in costs.gpus_per_node.tolist()])

@@ -1,6 +1,6 @@
 """Costs per pool at one micro-batch size and TP: seconds of a layer, link rates, latencies, memory."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import combinations
 from typing import Any, TypeVar
@@ -61,7 +61,6 @@ class PoolCosts:
                 for a, link in zip(available, ethernet, strict=True)
             ]
         )
-        self.has_links = bool(site.links)
         self.micro_batches, self.layers = batch.global_size // micro_size, model.layers
         self.gpus_per_node = np.array([a.gpus_per_node for a in available])
         self.ranks = np.array([a.nodes * a.gpus_per_node for a in available])
@@ -97,7 +96,7 @@ class PoolCosts:
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
         """Return the pools ordered by :func:`shortest_order` if the site defines links between fabrics."""
-        is_fixed = not self.has_links or self.options.pool_order is not None
+        is_fixed = not self.site.links or self.options.pool_order is not None
         return pools if is_fixed else shortest_order(edge_s, pools, is_ring)
 
     def placement(
@@ -124,11 +123,7 @@ class PoolCosts:
             strategy, self.micro_size, self.tp, dp, blocks=tuple(blocks), estimate=estimate, instances=instances
         )
 
-    def bound_s(self, dp: int) -> float:
-        """Return a lower bound of every step at this DP."""
-        return self.bound_on_s(dp, tuple(range(len(self.available))))
-
-    def bound_on_s(self, dp: int, pools: tuple[int, ...]) -> float:
+    def bound_s(self, dp: int, pools: Sequence[int]) -> float:
         """Return a lower bound of every step at this DP on these pools.
 
         The slowest stage takes at least a layer's time on the fastest pool, and its share of perfectly divided layers.
@@ -139,7 +134,7 @@ class PoolCosts:
     def ring_s(self, pools: tuple[int, ...], rings: int) -> float:
         """Return the seconds of an all-reduce of one rank's gradients of one layer around each of `rings` rings of
         pools at once."""
-        size, between_gbps = (2.0 * self.layer_size * self.cost_model.gradient_size, self.between_gbps(rings))
+        size, between_gbps = 2.0 * self.layer_size * self.cost_model.gradient_size, self.between_gbps(rings)
         return size / min(
             min(self.ethernet_gbps[a], between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
             for a, b in zip(pools, pools[1:] + pools[:1], strict=True)
@@ -182,8 +177,8 @@ class PoolCosts:
         between = size * ranks[:, None] / self.between_gbps(self.tp * dp) + self.between_latency_s
         return size * ranks / self.inside_gbps[""] + self.latency_s, np.maximum(between, between.T)
 
-    def sync_s(self, dp: int, stride: int = 1) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds to (reduce the gradients, gather the parameters) of one layer in each pool.
+    def sync_s(self, dp: int, stride: int = 1) -> np.ndarray:
+        """Return the seconds to (reduce the gradients, gather the parameters) of one layer in each pool, (2, P).
 
         `stride`: distance, in blocks of TP ranks, between two ranks that share a gradient.
         """
@@ -201,5 +196,4 @@ class PoolCosts:
             else:
                 rates = np.array([self.inside_gbps[name][f] for name in ("reduce_scatter", "all_gather")]) / self.tp
             seconds.append(sizes / (rates * 1e9 / 8))
-        reduce, gather = np.array(seconds).T
-        return reduce, gather
+        return np.array(seconds).T

@@ -60,7 +60,7 @@ class Space:
         """
         limit, placements = Limit(len(self.available), margin), list[Placement]()
         for _, index, dp in sorted(
-            (costs.bound_s(dp), index, dp)
+            (costs.bound_s(dp, range(len(costs.available))), index, dp)
             for index, costs in enumerate(self._pool_costs)
             for dp in divisors(costs.micro_batches)
             if dp % self.batch.cp == 0
