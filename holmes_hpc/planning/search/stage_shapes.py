@@ -121,15 +121,13 @@ class _ShapeEstimator:
             if (usable := [a for a in available if a.gpus_per_node % tp == 0]) and self.batch.sequence_length % tp == 0
         }
 
-    def _stage(self, pool: int, tp: int) -> tuple[np.ndarray, np.ndarray, float] | None:
-        """Return the costs of a stage with TP `tp` on 1 to N nodes of a pool; None if TP does not divide a node.
+    def _stage(self, pool: int, tp: int) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the costs of a stage with TP `tp` on 1 to N nodes of a pool.
 
         They are (seconds of a step per layer, (N,); layers that fit in memory, (N,); seconds of a layer for one
         micro-batch).
         """
         available, costs = self.available[pool], self.costs_by_tp[tp]
-        if available.gpus_per_node % tp:
-            return None
         index, replicas_per_node = self._index(pool, tp), available.gpus_per_node // tp
         nodes = np.arange(1, available.nodes + 1)
         dp = nodes * replicas_per_node
@@ -157,16 +155,16 @@ class _ShapeEstimator:
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
-        """The :meth:`_stage` of each pool and TP that have one."""
-        costs = ((f, tp, self._stage(f, tp)) for f in range(len(self.available)) for tp in self.costs_by_tp)
-        return {(f, tp): stage for f, tp, stage in costs if stage is not None}
+        """The :meth:`_stage` of each pool and TP that divides its nodes."""
+        pairs = product(range(len(self.available)), self.costs_by_tp)
+        return {(f, tp): self._stage(f, tp) for f, tp in pairs if self.available[f].gpus_per_node % tp == 0}
 
     @cached_property
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], StageTable]:
         """The table of each pool and choice of TPs: each TP alone, and all of them."""
         tables, stages = {}, self._max_stages(min(2, len(self.available)))
         for f, available in enumerate(self.available):
-            per_tp = {tp: self._stage_costs[f, tp] for tp in self.costs_by_tp if (f, tp) in self._stage_costs}
+            per_tp = {tp: costs for (g, tp), costs in self._stage_costs.items() if g == f}
             for tps in [(tp,) for tp in per_tp] + ([tuple(per_tp)] if len(per_tp) > 1 else []):
                 costs = [per_tp[tp] for tp in tps]
                 tables[f, tps] = StageTable(tps, costs, available, stages, self.stage_time_limits)
