@@ -265,7 +265,7 @@ def _stage_transfers(plan: Plan, costs: Costs) -> list[str]:
         f"take {wire} s, both directions added. {cost.hidden:.0%} of that overlaps with compute or other transfers: "
         f"the step is {exposed} s longer than without transfers"
     )
-    if plan.order.schedule.megatron is None:
+    if not plan.order.schedule.megatron:
         text += f" ({rounded(cost.waiting_s)} s with Megatron's {megatron_kind(plan.parallel.virtual_stages).label})"
     return [f"{text}."]
 

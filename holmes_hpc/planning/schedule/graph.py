@@ -16,6 +16,7 @@ import numpy as np
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.kinds import Exchange, Pass, StageTransfer, WeightPass
+from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
 
 PARTS = (
@@ -179,7 +180,7 @@ def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs
     for stage in range(n.stages):
         awaited: list[int] = []  # nodes that must end before the stage continues
         previous_send: dict[bool, int] = {}  # by direction; one NIC for both directions has one entry
-        for item in n.order.program(stage):
+        for item in program(n.order, stage):
             if isinstance(item, Exchange):
                 sends, receives = [n.transfer(t) for t in item.sends], [n.transfer(t) for t in item.receives]
                 arcs += [(transfer, dependency) for transfer in (*sends, *receives) for dependency in awaited]

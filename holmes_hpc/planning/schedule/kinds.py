@@ -1,13 +1,13 @@
-"""The pipeline schedules (`SCHEDULES`), and the passes and exchanges of Megatron-Core's two.
+"""The pipeline schedules (`SCHEDULES`), and the parts of their steps.
 
-Megatron-Core's schedules (megatron-core 0.16.1, pipeline_parallel/schedules.py) wait for their sends and receives.
+Megatron-Core's two wait for their sends and receives (megatron_programs.py).
 Eager 1F1B (`ahead`), this project's own, posts receives early and lets sends complete in the background.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import NamedTuple, Protocol
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -52,26 +52,6 @@ class Exchange:
         return bool(self.sends or self.receives or self.waits)
 
 
-class Pipeline(Protocol):
-    """The part of :class:`Order` that schedules use; see there for the meaning of each attribute."""
-
-    @property
-    def stages(self) -> int: ...
-    @property
-    def micro_batches(self) -> int: ...
-    @property
-    def chunks(self) -> int: ...
-    @property
-    def overlap(self) -> bool: ...
-    @property
-    def paired(self) -> bool: ...
-    @property
-    def group(self) -> int: ...
-    def turns(self) -> list[tuple[int, int]]: ...
-    def sent(self, stage: int, source_pass: Pass) -> tuple[StageTransfer, ...]: ...
-    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]: ...
-
-
 @lru_cache(maxsize=256)
 def alternating(turns: int, depth: int) -> np.ndarray:
     """Return the order of passes that starts with `depth` - 1 forward passes and then alternates, (2 * turns,).
@@ -95,8 +75,8 @@ class ScheduleKind:
     `in_flight`: (stages, micro-batches, chunks) -> the most passes whose activations each stage holds, for the memory
     estimate. `deepens`: a plan may let its stages hold more passes than that.
 
-    `megatron`: (order, stage) -> the passes and blocking exchanges of the Megatron-Core function that runs the
-    schedule. None: this project's executor runs it and exchanges in the background. `turns`: (T passes per direction,
+    `megatron`: a function of Megatron-Core runs the schedule and waits for its exchanges (megatron_programs.py); else
+    this project's executor runs it and exchanges in the background. `turns`: (T passes per direction,
     passes that the stage holds) -> the order of the passes, as :func:`alternating` returns it. Both directions are
     numbered in the order of :meth:`Order.turns`. With virtual stages it must be `alternating`.
 
@@ -109,7 +89,7 @@ class ScheduleKind:
     label: str
     chunks: tuple[int, int | None]
     in_flight: Callable[[int, int, int], tuple[int, ...]]
-    megatron: Callable[[Pipeline, int], list[Pass | Exchange]] | None = None
+    megatron: bool = False
     turns: Callable[[int, int], np.ndarray] = alternating
     deepens: bool = False
     waits: bool = False
@@ -135,74 +115,6 @@ class ScheduleKind:
         raise PlanError(f"{self.option_name} has {limit} virtual stages", where="schedule", hint=f"use {alternatives}")
 
 
-def _one_forward_one_backward(order: Pipeline, stage: int) -> list[Pass | Exchange]:
-    """Return the program of Megatron-Core's 1F1B: every pass waits for its input.
-    In the steady state, a send and the receive of the opposite direction are one exchange (`order.paired`)."""
-    items: list[Pass | Exchange] = []
-    count, warm_up = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
-    forward, backward = ([Pass(is_forward, m, 0) for m in range(count)] for is_forward in (True, False))
-    sends, receives = partial(order.sent, stage), partial(order.received, stage)
-    for f in forward[:warm_up]:
-        items += [Exchange(receives=receives(f)), f, Exchange(sends=sends(f))]
-    if warm_up < count:
-        items.append(Exchange(receives=receives(forward[warm_up])))
-    for f, b in zip(forward[warm_up:], backward, strict=False):
-        below = Exchange(sends(f), receives(b))
-        above = Exchange(sends(b), receives(forward[f.micro_batch + 1]) if f.micro_batch + 1 < count else ())
-        if order.paired:
-            items += [f, below, b, above]
-        else:
-            items += [f, Exchange(receives=below.receives), Exchange(below.sends), b]
-            items += [Exchange(above.sends), Exchange(receives=above.receives)]
-    for b in backward[count - warm_up :]:
-        items += [Exchange(receives=receives(b)), b, Exchange(sends=sends(b))]
-    return [item for item in items if item]
-
-
-def _interleaved(order: Pipeline, stage: int) -> list[Pass | Exchange]:
-    """Return the program of Megatron-Core's interleaved 1F1B.
-
-    In warm-up and cool-down, a stage waits for each exchange. In the steady state with overlap_p2p_comm
-    (`order.overlap`), it waits for a receive when a pass needs it, and for a send when it posts the next one. Without
-    overlap, it also waits for each exchange there.
-    """
-    forward = [Pass(True, m, c) for m, c in order.turns()]
-    backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]
-    total, last_stage = len(forward), order.stages - 1
-    warm_up = min(total, 2 * (last_stage - stage) + (order.chunks - 1) * order.group)
-    sends, receives = partial(order.sent, stage), partial(order.received, stage)
-
-    def next_receives(passes: Sequence[Pass], k: int) -> tuple[StageTransfer, ...]:
-        """Return the receive of the input of `passes[k + 1]`, which the stage posts after `passes[k]`.
-        Empty if there is no such pass, or if no edge carries its input."""
-        return receives(passes[k + 1]) if k + 1 < total else ()
-
-    items: list[Pass | Exchange] = [Exchange(receives=receives(forward[0]))]
-    for k in range(warm_up):
-        items += [forward[k], Exchange(sends(forward[k]), next_receives(forward, k))]
-    items.append(Exchange(receives=receives(backward[0]), waits=()))  # the stage waits for it before backward[0]
-    previous_sends: dict[bool, tuple[StageTransfer, ...]] = {True: (), False: ()}  # by direction
-    for k in range(total - warm_up):
-        if not order.overlap:
-            f, b = forward[k + warm_up], backward[k]
-            items += [
-                Exchange(waits=receives(b)),
-                f,
-                b,
-                Exchange(sends(f) + sends(b), next_receives(forward, k + warm_up) + next_receives(backward, k)),
-            ]
-            continue
-        for passes, index in ((forward, k + warm_up), (backward, k)):
-            p = passes[index]
-            posted = Exchange(sends(p), next_receives(passes, index), waits=previous_sends[p.forward])
-            items += [Exchange(waits=receives(p)), p, posted]
-            previous_sends[p.forward] = sends(p)
-    for k in range(total - warm_up, total):
-        b = backward[k]
-        items += [Exchange(waits=receives(b)), b, Exchange(sends(b), next_receives(backward, k))]
-    return [item for item in items if item]
-
-
 def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
     """Return, per stage, the most passes that it holds under Megatron-Core's schedules: its warm-up and one more."""
     if chunks == 1:
@@ -213,8 +125,8 @@ def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ..
 SCHEDULES: dict[str, ScheduleKind] = {
     kind.name: kind
     for kind in (
-        ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=_one_forward_one_backward, waits=True),
-        ScheduleKind("interleaved", "interleaved 1F1B", (2, None), in_flight, megatron=_interleaved),
+        ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=True, waits=True),
+        ScheduleKind("interleaved", "interleaved 1F1B", (2, None), in_flight, megatron=True),
         ScheduleKind("ahead", "eager 1F1B", (1, None), in_flight, deepens=True, per_stage=True),
         ScheduleKind("zero_bubble", "zero bubble", (1, 1), in_flight, deepens=True, splits=True),
     )

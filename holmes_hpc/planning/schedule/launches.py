@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, WeightPass, alternating
+from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
 
 
@@ -138,7 +139,7 @@ def megatron_launches(order: Order) -> Launches:
     rows: Launches = []
     for stage in range(order.stages):
         row: list[Launch] = []
-        for item in order.program(stage):
+        for item in program(order, stage):
             if isinstance(item, Pass):
                 row.append(item)
             else:

@@ -16,15 +16,7 @@ from typing import TypeVar
 import numpy as np
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.kinds import (
-    PER_STAGE,
-    Exchange,
-    Pass,
-    ScheduleKind,
-    StageTransfer,
-    WeightPass,
-    schedule_kind,
-)
+from holmes_hpc.planning.schedule.kinds import PER_STAGE, Pass, ScheduleKind, StageTransfer, WeightPass, schedule_kind
 
 L = TypeVar("L")  # a launch: a pass, or a post of a transfer
 
@@ -273,19 +265,6 @@ class Order:
         depths = self.in_flight if self.routes else tuple(accumulate(self.in_flight, min))
         above, below = ((depths[s], self.replicas[s]) for s in sorted((source, target)))
         return max(0, (above[0] - 1) * above[1] - below[0] * below[1])
-
-    def program(self, stage: int) -> list[Pass | Exchange]:
-        """Return the passes and exchanges of `stage` in order, for Megatron-Core's schedules."""
-        assert self.schedule.megatron is not None, f"{self.kind} exchanges in the background"
-        return self.schedule.megatron(self, stage)
-
-    def sent(self, stage: int, source_pass: Pass) -> tuple[StageTransfer, ...]:
-        """Return the transfers that leave `stage` after `source_pass`: one or none."""
-        return tuple(t for t in [self.transfer_from(stage, source_pass)] if t)
-
-    def received(self, stage: int, needed: Pass) -> tuple[StageTransfer, ...]:
-        """Return the transfers that `stage` receives for pass `needed`: one or none."""
-        return tuple(t for t in [self.transfer_to(stage, needed)] if t)
 
 
 def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> tuple[int, ...]:

@@ -320,7 +320,7 @@ def weight_gradients(plan: Plan, chunks: Sequence[Any], timers: Callable[[str], 
 def runs_in_background(plan: Plan) -> bool:
     """Return whether ``run_eager_1f1b`` runs the plan's schedule, with transfers in the background.
     Megatron-Core runs a pipeline of one stage, unless its replicas have different numbers of micro-batches."""
-    return plan.order.schedule.megatron is None and (plan.parallel.pp > 1 or plan.is_per_stage)
+    return not plan.order.schedule.megatron and (plan.parallel.pp > 1 or plan.is_per_stage)
 
 
 def communicator(session: Session, groups: ProcessGroupCollection, config: Any) -> Any:

@@ -21,6 +21,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, Pass, ScheduleKind, candidate_schedules
 from holmes_hpc.planning.schedule.launches import check_launches
+from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, step_seconds
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
@@ -54,7 +55,7 @@ def test_a_stage_computes_every_pass_once_and_holds_at_most_its_depth(order: Ord
         assert all(passes.index(p._replace(forward=True)) < passes.index(p) for p in passes if not p.forward)
         assert max(np.cumsum([1 if p.forward else -1 for p in passes])) == order.depths[stage] <= order.in_flight[stage]
         if order.schedule.megatron:
-            assert [item for item in order.program(stage) if isinstance(item, Pass)] == passes
+            assert [item for item in program(order, stage) if isinstance(item, Pass)] == passes
 
 
 @given(st.sampled_from(list(SCHEDULES.values())).flatmap(orders))
