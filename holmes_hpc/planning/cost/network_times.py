@@ -195,14 +195,6 @@ def _fsdp_times(layout: Layout, component: Component, reduction: Transport, node
     )
 
 
-def reduce_factor(layout: Layout, component: Component, nodes: int, ranks: int) -> float:
-    """Return the traffic, as in :class:`Collectives`, of reducing gradients in a group of `ranks` on `nodes` nodes."""
-    p, library = layout.parallel, layout.costs.collectives(layout.pool(component).gpu)
-    if layout.costs.software.all_reduced or not p.distributed_optimizer:
-        return library.all_reduce
-    return library.reduce_scatter(ranks, nodes, p.optimizer_instances)
-
-
 def _sync_times(
     layout: Layout, component: Component, transport: Transport, nodes: int, group: tuple[int, int] | None = None
 ) -> np.ndarray:
@@ -210,12 +202,14 @@ def _sync_times(
     Its groups span `nodes` nodes. The columns are per parameter and per bucket. `group`: (ranks of a group, groups
     that leave a node); None: of the intra-DP groups."""
     p, gpu, costs = layout.parallel, layout.pool(component).gpu, layout.costs
-    collectives = costs.collectives(gpu)
+    library = costs.collectives(gpu)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.is_hierarchical else 1)
     ranks, sharing = group or (layout.intra_dp_size, sharing)
-
     ring = Ring(layout, component, transport, ranks, nodes, sharing, layout.ring if layout.spans_pools else ())
-    reduce = ring.seconds("reduce_scatter", reduce_factor(layout, component, nodes, ranks), costs.wire_size)
+    factor = library.reduce_scatter(ranks, nodes, p.optimizer_instances)
+    if costs.software.all_reduced or not p.distributed_optimizer:
+        factor = library.all_reduce
+    reduce = ring.seconds("reduce_scatter", factor, costs.wire_size)
     if not p.distributed_optimizer:
         return np.array([reduce, np.zeros(2)])
     if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances
@@ -224,10 +218,8 @@ def _sync_times(
         across = Ring(
             layout, component, layout.inter_dp_transport(), count, count, per_node, layout.ring_links, senders
         )
-        reduce = reduce + across.seconds(
-            "reduce_scatter", collectives.all_reduce, costs.wire_size / layout.intra_dp_size
-        )
-    return np.array([reduce, ring.seconds("all_gather", collectives.all_gather, costs.weight_bytes(gpu))])
+        reduce = reduce + across.seconds("reduce_scatter", library.all_reduce, costs.wire_size / layout.intra_dp_size)
+    return np.array([reduce, ring.seconds("all_gather", library.all_gather, costs.weight_bytes(gpu))])
 
 
 def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Transport, int, tuple[int, int]]:
