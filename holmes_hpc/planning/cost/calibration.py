@@ -114,23 +114,21 @@ class Calibration(Checked, where="calibration"):
 
     def best_match(self, pool: Pool) -> MeasuredPool | None:
         """Return the measurements on `pool`, else on another with GPUs of its kind, else None."""
-        return next(self._matches(pool), None)
+        return next(iter(self._matches(pool)), None)
 
     def parts(self, pool: Pool, part: str, hidden: int) -> list[MeasuredPart]:
         """Return the measurements of `part` on `pool`, with the width nearest to `hidden`.
         Not every pool holds the embedding. Another pool with GPUs of the same kind stands in."""
         return next((rows for m in self._matches(pool) if (rows := m.measurements(part, hidden))), [])
 
-    def _matches(self, pool: Pool) -> Iterator[MeasuredPool]:
-        """Yield the measurements with GPUs of the pool's kind, those of the pool itself first."""
-        same_gpu = [m for m in self.fabrics if m.has_gpu(pool.gpu)]
-        yield from (m for m in same_gpu if m.fabric == pool.name)
-        yield from (m for m in same_gpu if m.fabric != pool.name)
+    def _matches(self, pool: Pool) -> list[MeasuredPool]:
+        """Return the measurements with GPUs of the pool's kind, those of the pool itself first."""
+        return sorted((m for m in self.fabrics if m.has_gpu(pool.gpu)), key=lambda m: m.fabric != pool.name)
 
     def link(self, pool: Pool, network: str, collective: str = "") -> Link | None:
         """Return the measured link of `network` on `pool`, for messages or a collective.
         Fall back to fabrics with GPUs of its kind, then to any fabric, except for links inside a node."""
-        sources = list(self._matches(pool))
+        sources = self._matches(pool)
         if network != "local":
             sources += [m for m in self.fabrics if m not in sources]
         return next(
