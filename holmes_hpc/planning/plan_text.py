@@ -136,12 +136,10 @@ def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
     """Return the tokens of a step and the predicted tokens per second; with `steps`, also their tokens and days.
     Predicted figures are None without a prediction."""
     tokens, seconds = plan.batch.tokens, plan.predicted.step_time_s if plan.predicted else None
-    budget = (
-        {}
-        if steps is None
-        else {"steps": steps, "tokens": steps * tokens, "days": steps * seconds / 86400 if seconds else None}
-    )
-    return {"tokens_per_step": tokens, "tokens_per_s": tokens / seconds if seconds else None, **budget}
+    rates: dict[str, Any] = {"tokens_per_step": tokens, "tokens_per_s": tokens / seconds if seconds else None}
+    if steps is not None:
+        rates |= {"steps": steps, "tokens": steps * tokens, "days": steps * seconds / 86400 if seconds else None}
+    return rates
 
 
 def duration(days: float) -> str:
