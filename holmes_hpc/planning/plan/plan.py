@@ -78,7 +78,8 @@ class Plan:
         hint = "remove it, or use transport_mode holmes or schedule ahead"
         PlanError.refuse("plan", (ignored, str(ignored), hint))
         self._check_nodes()
-        self._check_model()
+        PlanError.refuse("stages", *self._model_mistakes())
+        check_sequence_length(self.model, self.batch.sequence_length)
         self._check_experts_and_cp()
         if self.is_per_stage:
             self._check_per_stage()
@@ -97,10 +98,6 @@ class Plan:
                 PlanError.refuse(f"component {c.pool}", (n > limit, problem, f"use at most {limit}"))
         problem = f"components hold {ranks} ranks, {self.parallel} needs {self.world_size}"
         PlanError.refuse("components", (ranks != self.world_size, problem, "make both numbers equal"))
-
-    def _check_model(self) -> None:
-        PlanError.refuse("stages", *self._model_mistakes())
-        check_sequence_length(self.model, self.batch.sequence_length)
 
     def _model_mistakes(self) -> Iterator[Case]:
         m, p, sequence, schedule = self.model, self.parallel, self.parts.sequence_length, self.schedule
