@@ -21,24 +21,19 @@ def attention_matrix(m: ModelSpec) -> int:
     return 2 * m.hidden * (m.query_width + m.key_width)
 
 
-def expert_matrix(m: ModelSpec) -> int:
-    """Return the weights of one layer's FFN, or of one expert: up, down, and with SwiGLU the gate."""
-    return (3 if m.swiglu else 2) * m.hidden * m.ffn_width
-
-
-def split_ffn_matrix(m: ModelSpec) -> int:
-    """Return the weights of one layer's FFN that TP splits: all of a dense layer, or the shared experts."""
-    return (3 if m.swiglu else 2) * m.hidden * m.tp_ffn
+def ffn_weights(m: ModelSpec, width: int) -> int:
+    """Return the weights of a feed-forward part of inner width `width`: up, down, and with SwiGLU the gate."""
+    return (3 if m.swiglu else 2) * m.hidden * width
 
 
 def expert_parameters(m: ModelSpec, ep: int = 1) -> int:
     """Return the parameters of one layer's experts on one of `ep` ranks; 0 for a dense model."""
-    return m.experts.count // ep * expert_matrix(m)
+    return m.experts.count // ep * ffn_weights(m, m.ffn_width)
 
 
 def ffn_matrix(m: ModelSpec) -> int:
     """Return the weights of one layer's FFN that compute a token: `top_k` experts, shared ones and the router."""
-    return (3 if m.swiglu else 2) * m.hidden * m.active_width + m.experts.count * m.hidden
+    return ffn_weights(m, m.active_width) + m.experts.count * m.hidden
 
 
 def permuted_elements(m: ModelSpec) -> float:
@@ -54,7 +49,7 @@ def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
 def layer_parameters(m: ModelSpec, tp: int = 1, ep: int = 1) -> int:
     """Return the parameters of one transformer layer on one of `tp` ranks, with one of `ep` parts of its experts.
     Norms, the router and biases of row-parallel matrices are on every rank."""
-    split = attention_matrix(m) + split_ffn_matrix(m)
+    split = attention_matrix(m) + ffn_weights(m, m.tp_ffn)
     replicated = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
     replicated += expert_parameters(m, ep) + m.experts.count * m.hidden
     if m.bias or m.qkv_bias:

@@ -57,7 +57,7 @@ def test_parameter_counts_match_published_ones(name: str, billions: float) -> No
 )
 def test_parameter_counts_of_mixtures_match_published_ones(name: str, total: float, active: float) -> None:
     model = named(name)
-    idle = model.layers * (model.experts.count - model.experts.top_k) * counts.expert_matrix(model)
+    idle = model.layers * (model.experts.count - model.experts.top_k) * counts.ffn_weights(model, model.ffn_width)
     assert counts.parameters(model) / 1e9 == pytest.approx(total, rel=1e-3)
     assert (counts.parameters(model) - idle) / 1e9 == pytest.approx(active, rel=5e-3)
 
