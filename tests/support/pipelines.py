@@ -29,6 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -262,15 +263,15 @@ def _watch_groups() -> None:
 def _channels(world: Any, plan: Any, config: TransformerConfig) -> dict[str, Any]:
     key = world, plan.edge_dtype, plan.edge_connections
     if key not in _built_channels:
-        built = point_to_point.build_communicator(
-            plan,
-            lambda edge: dist.new_group(list(edge.ranks), backend=world[5]),
-            rank=dist.get_rank(),
-            pp_group=parallel_state.get_pipeline_model_parallel_group(),
-            config=config,
-            device=torch.device(world[4]),
-            channel_type=SlowChannel,
-        )
+        with mock.patch.object(point_to_point, "Channel", SlowChannel):
+            built = point_to_point.build_communicator(
+                plan,
+                lambda edge: dist.new_group(list(edge.ranks), backend=world[5]),
+                rank=dist.get_rank(),
+                pp_group=parallel_state.get_pipeline_model_parallel_group(),
+                config=config,
+                device=torch.device(world[4]),
+            )
         _built_channels[key] = built.channels
     return _built_channels[key]
 

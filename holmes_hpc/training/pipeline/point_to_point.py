@@ -286,31 +286,19 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
 
 
 def build_communicator(
-    plan: Plan,
-    new_group: NewGroup,
-    *,
-    rank: int,
-    pp_group: dist.ProcessGroup,
-    config: Any,
-    device: torch.device,
-    channel_type: type[Channel] = Channel,
+    plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any, device: torch.device
 ) -> EdgeCommunicator:
     """Return the communicator of this rank. All ranks of the job call it together, because `new_group` is collective.
 
     `new_group`: creates the process group of one edge on its transport. All ranks call it in the same order; its two
     members get the group.
     """
-    connected = connect_edges(plan, new_group, rank, config.pipeline_dtype, device, channel_type)
+    connected = connect_edges(plan, new_group, rank, config.pipeline_dtype, device)
     return EdgeCommunicator(pp_group, config, {role: channel for role, _, channel in connected}, device)
 
 
 def connect_edges(
-    plan: Plan,
-    new_group: NewGroup,
-    rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    channel_type: type[Channel] = Channel,
+    plan: Plan, new_group: NewGroup, rank: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, int, Channel]]:
     """Connect both directions of every edge, on its transport. The generator is collective: all ranks exhaust it.
 
@@ -328,7 +316,7 @@ def connect_edges(
         peer = target if is_sender else source
         own_connections = [c for c in connections if c is not None]
         edge_codec = codec(plan.edge_dtype, dtype) if is_tcp else IDENTITY
-        channel = channel_type(f"{direction} {source}->{target}", own_connections, peer, edge_codec)
+        channel = Channel(f"{direction} {source}->{target}", own_connections, peer, edge_codec)
         _open_connection(channel, device, is_sender=is_sender)
         yield f"{direction}_{'out' if is_sender else 'in'}", peer, channel
 
