@@ -36,12 +36,13 @@ from holmes_hpc.training.pipeline.codec import IDENTITY, Codec, codec
 
 NewGroup = Callable[[GroupTransport], "dist.ProcessGroup | None"]
 OnTransfer = Callable[[str, Any, float, float], None]
+Task = Callable[[], None]
 
 
 class Transfer:
     """A transfer in progress. :meth:`wait` returns when the tensor has left or arrived; it can be called again."""
 
-    def __init__(self, edge: str, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+    def __init__(self, edge: str, tensor: torch.Tensor, finish: Task) -> None:
         self._edge, self._tensor, self._finish = edge, tensor, finish
         self.done = False
 
@@ -105,18 +106,11 @@ class Channel:
         wire: torch.Tensor,
         tensor: torch.Tensor,
         label: Any,
-        on_done: Callable[[], None] = lambda: None,
+        on_done: Task = lambda: None,
     ) -> Transfer:
         tag, self._count = self._count % (1 << 20), self._count + 1
-        if self._through_host(wire):
-            return self._start_staged(operation, wire, tensor, label, tag, on_done)
-        posted = time.time()
-        works = self._post(operation, wire, tag)
-        wait: Callable[[], None] = partial(wait_all, works)
-        if self.on_transfer is not None:
-            background_wait = self._in_background(partial(self._wait_and_report, works, operation, label, posted))
-            if not self._nccl:
-                wait = background_wait  # a gloo work can be waited for only once: by the thread
+        start = self._start_staged if self._through_host(wire) else self._start_direct
+        wait = start(operation, wire, tag, partial(self._report, operation, label, time.time()))
 
         def finish() -> None:
             wait()
@@ -128,22 +122,24 @@ class Channel:
         """Return whether a tensor needs a buffer in host memory, the only memory that gloo uses."""
         return wire.is_cuda and not self._nccl
 
-    def _start_staged(
-        self,
-        operation: Callable[..., Any],
-        wire: torch.Tensor,
-        tensor: torch.Tensor,
-        label: Any,
-        tag: int,
-        on_done: Callable[[], None],
-    ) -> Transfer:
-        """Start a transfer through a pinned buffer, which a separate CUDA stream copies in parallel with computing."""
+    def _start_direct(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int, report: Task) -> Task:
+        """Start a transfer. Return a function that waits for it."""
+        works = self._post(operation, wire, tag)
+        if self.on_transfer is None:
+            return partial(wait_all, works)
+        background_wait = self._in_background(partial(self._wait_and_report, works, report))
+        # a gloo work can be waited for only once: by the thread
+        return partial(wait_all, works) if self._nccl else background_wait
+
+    def _start_staged(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int, report: Task) -> Task:
+        """Start a transfer through a pinned buffer, which a separate CUDA stream copies in parallel with computing.
+        Return a function that waits for it."""
         staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
         copy_stream = torch.cuda.Stream(wire.device)
         copy_stream.wait_stream(torch.cuda.current_stream(wire.device))
         if wire.is_cuda:
             wire.record_stream(copy_stream)
-        posted, is_send = time.time(), operation is dist.isend
+        is_send = operation is dist.isend
         if is_send:
             with torch.cuda.stream(copy_stream):
                 staging.copy_(wire, non_blocking=True)
@@ -156,7 +152,7 @@ class Channel:
             if not is_send:
                 with torch.cuda.stream(copy_stream):
                     wire.copy_(staging, non_blocking=True)
-            self._report(operation, label, posted)
+            report()
 
         wait = self._in_background(transfer)
 
@@ -164,9 +160,8 @@ class Channel:
             wait()
             if not is_send:
                 torch.cuda.current_stream(wire.device).wait_stream(copy_stream)
-            on_done()
 
-        return Transfer(self.name, tensor, finish)
+        return finish
 
     def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
         stripes = wire.view(-1).tensor_split(len(self.connections))
@@ -178,18 +173,18 @@ class Channel:
                 if stripe.numel()
             ]
 
-    def _in_background(self, task: Callable[[], None]) -> Callable[[], None]:
+    def _in_background(self, task: Task) -> Task:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix=f"edge {self.name}")
         return self._thread.submit(task).result
 
-    def _wait_and_report(self, works: Iterable[Any], operation: Any, label: Any, posted: float) -> None:
+    def _wait_and_report(self, works: Iterable[Any], report: Task) -> None:
         if self._nccl:
             while not all(work.is_completed() for work in works):  # wait() would only block a CUDA stream
                 time.sleep(2e-4)
         else:
             wait_all(works)
-        self._report(operation, label, posted)
+        report()
 
     def _report(self, operation: Any, label: Any, posted: float) -> None:
         if self.on_transfer is not None:
