@@ -4,21 +4,14 @@ They are the two-rank channels of point_to_point.py. Between stages of different
 Each rank sends the rows of its part to the ranks that need them, so that every byte is sent once.
 """
 
+from collections import defaultdict
 from functools import partial
 from typing import Any
 
 import torch
 
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.pipeline.point_to_point import (
-    Channel,
-    Edges,
-    NewGroup,
-    Transfer,
-    connect_edges,
-    is_nccl,
-    wait_all,
-)
+from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup, Transfer, connect_edges, wait_all
 
 
 class SplitChannel:
@@ -44,19 +37,13 @@ class SplitChannel:
 
 class PerStageEdges(Edges):
     """The edges of a rank for ``run_eager_1f1b`` with per-stage TP/DP. `row`: this rank's stage and replica as a row of
-    :class:`Order`."""
+    :class:`Order`; `split_channels`: by role and the other end's row."""
 
-    def __init__(self, pp_group: Any, row: int, device: torch.device) -> None:
-        super().__init__({}, device)
-        self.pp_group, self.row = pp_group, row
-        self._split_channels: dict[tuple[str, int], SplitChannel] = {}
-
-    def add(self, role: str, peer: int, channel: Channel, rows: slice) -> None:
-        """Add a channel for some `rows` of the sequence. `role`: forward_in, forward_out, backward_in or backward_out;
-        `peer`: the other end's row of :class:`Order`."""
-        self.channels[channel.name] = channel
-        self.on_device = self.on_device or is_nccl(channel.connections[0])
-        self._split_channels.setdefault((role, peer), SplitChannel()).pieces.append((channel, rows))
+    def __init__(
+        self, pp_group: Any, row: int, device: torch.device, split_channels: dict[tuple[str, int], SplitChannel]
+    ) -> None:
+        super().__init__({c.name: c for split in split_channels.values() for c, _ in split.pieces}, device)
+        self.pp_group, self.row, self._split_channels = pp_group, row, split_channels
 
     def channel(self, role: str, peer: int) -> SplitChannel:
         """Return the channel of `role` between this row of :class:`Order` and the row `peer`."""
@@ -69,12 +56,12 @@ def build_per_stage_edges(
     """Return the edges of this rank. All ranks of the job call it together, because `new_group` is collective."""
     p, order = plan.parallel, plan.order
     stage, replica, part = p.coordinates(rank)
-    edges = PerStageEdges(pp_group, order.row(stage, replica), device)
+    split_channels = defaultdict[tuple[str, int], SplitChannel](SplitChannel)
     for role, peer, channel in connect_edges(plan, new_group, rank, config.pipeline_dtype, device):
         peer_stage, peer_replica, peer_part = p.coordinates(peer)
         rows = shared_rows(plan.batch.sequence_length, (part, p.tp_of(stage)), (peer_part, p.tp_of(peer_stage)))
-        edges.add(role, order.row(peer_stage, peer_replica), channel, rows)
-    return edges
+        split_channels[role, order.row(peer_stage, peer_replica)].pieces.append((channel, rows))
+    return PerStageEdges(pp_group, order.row(stage, replica), device, dict(split_channels))
 
 
 def shared_rows(length: int, part: tuple[int, int], peer_part: tuple[int, int]) -> slice:
