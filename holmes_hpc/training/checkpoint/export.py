@@ -23,13 +23,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import find_run
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
-from holmes_hpc.training.checkpoint.hugging_face_folder import (
-    CONFIG_COPY,
-    Folder,
-    FolderWeights,
-    copy_small_files,
-    new_folder,
-)
+from holmes_hpc.training.checkpoint.hugging_face_folder import CONFIG_COPY, Folder, copy_small_files, new_folder
 from holmes_hpc.training.checkpoint.weight_names import Weight
 from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 from holmes_hpc.training.data.prefix import read_summary
@@ -90,7 +84,7 @@ def find_source(name: str) -> ExportSource:
             raise DataError(f"the checkpoint is damaged ({damage})", where=name, hint=hint)
         if checkpoint.description.get(checkpoint_directory.IMPORTED):
             folder = Folder(checkpoint.path)
-            return ExportSource(FolderWeights(folder), folder.model, checkpoint.path)
+            return ExportSource(folder, folder.model, checkpoint.path)
         return run_source(RunDirectory(checkpoint.path.resolve().parents[1]), checkpoint.path, checkpoint.step)
     run = find_run(name)
     for checkpoint in checkpoint_directory.require_checkpoints(run.checkpoints):

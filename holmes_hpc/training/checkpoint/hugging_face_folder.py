@@ -43,10 +43,11 @@ _CHECKED_ELEMENTS = 1 << 22  # elements that are checked at a time for values th
 _FETCH_AGAIN = "fetch the folder again"
 
 
-class Folder:
-    """A complete and consistent Hugging Face folder: its model, and the file of each tensor.
+class Folder(Mapping[str, "torch.Tensor"]):
+    """A complete and consistent Hugging Face folder: Megatron-Core's name -> full weight, in the type of the file.
 
-    The constructor reads no weight. It raises DataError if the folder is incomplete or inconsistent.
+    Each access reads the file. The constructor reads no weight. It raises DataError if the folder is incomplete or
+    inconsistent.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +83,20 @@ class Folder:
         DataError.refuse(str(path), (missing, problem, _FETCH_AGAIN))
         self.files = sorted({file for file, _ in self._locations.values()})
         self.parameters = sum(math.prod(shape) for shape in expected_shapes.values())
+        self.weights = weight_names.weights(self.model)
         self._check_tokenizer()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.weights)
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        weight = self.weights[name]
+        target: torch.Tensor = self._open_tensor(weight.parts[0][0].tensor)[:1].new_empty(weight.shape)
+        self.fill(target, weight)
+        return target
 
     def _read_headers(self) -> Iterator[tuple[str, tuple[Path, str, tuple[int, ...], str]]]:
         """Yield (name, (file, the same name, shape, type)) of each tensor in the shards' headers."""
@@ -189,7 +203,7 @@ def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -
     try:
         folder = Folder(path)
         folder.check_model(model)
-        weights = weight_names.weights(folder.model).values()
+        weights = folder.weights.values()
         table = {name: w for w in weights for name in (w.name, weight_names.transformer_engine_name(w.name))}
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
@@ -240,25 +254,6 @@ def copy_file(source: Path, target: Path) -> None:
     target.chmod(target.stat().st_mode & source.stat().st_mode | 0o600)
 
 
-class FolderWeights(Mapping[str, "torch.Tensor"]):
-    """A folder's full weights by Megatron-Core's names, in the type of the file. Each access reads the file."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder, self._weights = folder, weight_names.weights(folder.model)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._weights)
-
-    def __len__(self) -> int:
-        return len(self._weights)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        weight = self._weights[name]
-        target: torch.Tensor = self.folder._open_tensor(weight.parts[0][0].tensor)[:1].new_empty(weight.shape)
-        self.folder.fill(target, weight)
-        return target
-
-
 @dataclass(frozen=True)
 class ImportSummary:
     """The summary of an import, as `holmes import` prints it."""
@@ -282,9 +277,8 @@ def import_folder(source: Path, out: Path) -> ImportSummary:
     """
     folder = Folder(source)
     with new_folder(out) as temporary:
-        weights = FolderWeights(folder)
-        for name in weights:
-            weights[name]  # raises DataError for a value that is not finite
+        for name in folder:
+            folder[name]  # raises DataError for a value that is not finite
         folder.close()
         small_files = [source / name for name in (*SMALL_FILES, INDEX) if (source / name).is_file()]
         files = {}

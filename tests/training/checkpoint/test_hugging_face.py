@@ -28,7 +28,7 @@ from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.training.checkpoint import checkpoint_directory, file_checksums, weight_names
 from holmes_hpc.training.checkpoint.export import ExportSource, export, find_source
 from holmes_hpc.training.checkpoint.generate import generate
-from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, FolderWeights, copy_small_files, import_folder
+from holmes_hpc.training.checkpoint.hugging_face_folder import Folder, copy_small_files, import_folder
 from holmes_hpc.training.checkpoint.weights_for_export import SavedWeights
 
 SPEC = ModelSpec("tiny", 2, 16, 4, 61, ffn=24, kv_heads=2, head_dim=8, qk_norm=True, max_positions=32)
@@ -130,7 +130,7 @@ def test_mbridge_converts_to_the_same_weights(name: str, models: Path) -> None:
     converter.hf_config, converter.dtype = SimpleNamespace(**read_config(models / name)), None
     converter.make_vocab_size_divisible_by = None
     tensors = tensors_of(models / name)
-    for megatron_name, actual in FolderWeights(Folder(models / name)).items():
+    for megatron_name, actual in Folder(models / name).items():
         fused_name = weight_names.transformer_engine_name(megatron_name)
         hf_tensors = [tensors[n] for n in converter._weight_name_mapping_mcore_to_hf(fused_name)]
         assert torch.equal(converter._weight_to_mcore_format(fused_name, hf_tensors), actual), megatron_name
@@ -253,7 +253,7 @@ def test_slices_of_two_tensor_parallel_ranks_form_the_full_weight(change: dict, 
     (tmp_path / "config.json").write_text(json.dumps(config_of(spec, "float32")))
     folder = Folder(tmp_path)
     for name, weight in weight_names.weights(spec).items():
-        full = FolderWeights(folder)[name]
+        full = folder[name]
         rows, columns = weight.rows, weight.columns or 1
         if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
             rows = spec.padded_vocab(2)
@@ -451,12 +451,12 @@ def test_published_gpt2_is_read(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         save_file(content, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text(json.dumps(config_of(spec, "float32")))
-        weights.append(FolderWeights(Folder(tmp_path / name)))
+        weights.append(Folder(tmp_path / name))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]) and "wte.weight" in published
 
 
 def test_export_may_have_other_shards(folder: Path, tmp_path: Path) -> None:
-    summary = export(ExportSource(FolderWeights(Folder(folder)), SPEC, folder), tmp_path / "out", shard_bytes=5000)
+    summary = export(ExportSource(Folder(folder), SPEC, folder), tmp_path / "out", shard_bytes=5000)
     assert summary.files > 2 and are_equal(folder, tmp_path / "out")
     with safe_open(next((tmp_path / "out").glob("*.safetensors")), "np") as file:
         assert file.metadata() == {"format": "pt"}
