@@ -145,21 +145,8 @@ class Trace:
 
     def write(self, step: int) -> None:
         """Write the events since the last call as those of `step`. Raise RunFailed if the disk is full."""
-        lines = [
-            json.dumps(
-                {
-                    "step": step,
-                    "stage": self._stage,
-                    "kind": event.kind,
-                    "micro_batch": event.micro_batch,
-                    "chunk": event.chunk,
-                    "start_s": round(event.start, 6),
-                    "end_s": round(event.end, 6),
-                    "held": event.in_flight,
-                }
-            )
-            for event in self._take()
-        ]
+        rounded = (e._replace(start_s=round(e.start_s, 6), end_s=round(e.end_s, 6)) for e in self._take())
+        lines = [json.dumps({"step": step, "stage": self._stage, **event._asdict()}) for event in rounded]
         if lines:
             append_line(self._path, "\n".join(lines))
 
@@ -170,7 +157,7 @@ class Trace:
     def _take(self) -> list[TraceEvent]:
         with self._lock:
             events, self._events = self._events, []
-        return sorted(events, key=lambda event: event.start)
+        return sorted(events, key=lambda event: event.start_s)
 
 
 def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> None:

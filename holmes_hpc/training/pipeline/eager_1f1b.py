@@ -51,19 +51,19 @@ from holmes_hpc.training.session import Session
 
 
 class TraceEvent(NamedTuple):
-    """An event for a tracer. `start`, `end`: seconds since the epoch.
+    """An event for a tracer, with the keys of a line of a trace (metrics/breakdown.py).
 
     `kind`: forward, backward, weight (computing), wait_forward, wait_backward (blocked by an edge), send_forward,
-    receive_forward, send_backward, receive_backward (posted at `start`, left or arrived at `end`). `in_flight`: the
+    receive_forward, send_backward, receive_backward (posted at `start_s`, left or arrived at `end_s`). `held`: the
     number of micro-batches (passes of a chunk) whose activations the stage held.
     """
 
     kind: str
     micro_batch: int
     chunk: int
-    start: float
-    end: float
-    in_flight: int
+    start_s: float
+    end_s: float
+    held: int
 
 
 Tracer = Callable[[TraceEvent], None]
