@@ -8,6 +8,7 @@ ranks, and its order depends on the number of steps. Its blending rule (`build_b
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -29,7 +30,7 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import (
     Prefix,
-    check_lengths,
+    check_data,
     digest,
     parse_blend,
     parse_split,
@@ -143,12 +144,7 @@ def build(
     def prepare() -> None:
         prefixes, cache = open_all()
         marker = cache / f"vocabulary-{plan.model.vocab}"  # exists if an earlier run has checked all of it
-        is_checked = marker.exists()
-        for prefix in () if is_checked else prefixes:
-            prefix.check_index()
-        check_lengths(prefixes, split, plan.batch, is_weighted=weights is not None)
-        for prefix in () if is_checked else prefixes:
-            prefix.check_tokens(plan.model.vocab)
+        check_data(data, plan.model, plan.batch, evaluates, max_bytes=0 if marker.exists() else math.inf)
         if not cache.is_dir():
             _build_cache(cache, lambda directory: build_all(prefixes, directory))
         with contextlib.suppress(OSError):

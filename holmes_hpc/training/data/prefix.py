@@ -30,17 +30,19 @@ _PREPARE_HINT = "create it with `holmes data prepare FILES -o PREFIX`"
 _INTEGER_KEYS = ("documents", "sequences", "tokens", "vocab", "eod")  # of PREFIX.json
 
 
-def check_data(data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool) -> None:
-    """Check indexed data within about two seconds; raise DataError as a rank would.
-    They must exist, be complete, suffice for a step of `batch`, and fit the model's vocabulary."""
+def check_data(
+    data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool, max_bytes: float = _MAX_CHECKED_BYTES
+) -> None:
+    """Raise DataError unless indexed data exist, are complete, suffice for a step of `batch`, and fit the model's
+    vocabulary. `max_bytes`: read from each file; by default the check takes about two seconds."""
     names, weights = parse_blend(data.prefix)
     prefixes = [Prefix.open(name) for name in names]
     for prefix in prefixes:
-        prefix.check_index(_MAX_CHECKED_BYTES)
+        prefix.check_index(max_bytes)
     document_end(data)
     check_lengths(prefixes, parse_split(data.split, evaluates), batch, is_weighted=weights is not None)
     for prefix in prefixes:
-        prefix.check_tokens(model.vocab, _MAX_CHECKED_BYTES)
+        prefix.check_tokens(model.vocab, max_bytes)
 
 
 def document_end(data: DataConfig) -> int | None:
