@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from holmes_hpc.config.model import Batch
@@ -65,23 +64,16 @@ def local_passes(
     Megatron-Core's DDP, which neither gathers nor reduces meanwhile. `config`: Megatron-Core's. All ranks of a
     tensor-parallel group call it at the same time.
     """
-    states, micro_size, sequence_length = generators(), batch.micro_size, batch.sequence_length
-    tokens = torch.zeros(micro_size, sequence_length, dtype=torch.int64, device=device)
-    positions = torch.arange(sequence_length, device=device).repeat(micro_size, 1)
-    rows = sequence_length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1)
+    states, micro_size, length = generators(), batch.micro_size, batch.sequence_length
+    tokens = torch.zeros(micro_size, length, dtype=torch.int64, device=device)
+    positions = torch.arange(length, device=device).repeat(micro_size, 1)
     for number, wrapped in enumerate(models):
         chunk = gpt.unwrap(wrapped)
         buffers = [(buffer, buffer.clone()) for buffer in wrapped.module.buffers()]
         gathers = wrapped.ddp_config.overlap_param_gather
         if gathers:
             wrapped.disable_forward_pre_hook(param_sync=False)
-        hidden = (
-            None
-            if chunk.pre_process
-            else torch.zeros(
-                rows, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True
-            )
-        )
+        hidden = None if chunk.pre_process else gpt.hidden_states(torch.zeros, config, micro_size, length, device)
         chunk.set_input_tensor([hidden])
         with wrapped.no_sync():
             if weights is not None:

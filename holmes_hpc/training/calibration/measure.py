@@ -154,17 +154,8 @@ def _chunk(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor |
 
 
 def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
-    """Return random hidden states of a micro-batch on this rank: (sequence, micro size, hidden)."""
-    p, (micro, sequence) = trainer.plan.parallel, shape
-    length = sequence // (p.tp if p.sequence_parallel else 1)
-    return torch.randn(
-        length,
-        micro,
-        trainer.plan.model.hidden,
-        device=trainer.session.device,
-        dtype=trainer.model_config.params_dtype,
-        requires_grad=True,
-    )
+    """Return random hidden states of a micro-batch on this rank."""
+    return gpt.hidden_states(torch.randn, trainer.model_config, *shape, trainer.session.device)
 
 
 def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:

@@ -307,6 +307,15 @@ def _loss(
     return loss, {"loss": loss.detach() * context_parallel.size()}
 
 
+def hidden_states(
+    create: Callable[..., torch.Tensor], config: TransformerConfig, micro_size: int, length: int, device: torch.device
+) -> torch.Tensor:
+    """Return the input of this rank's layers for a micro-batch of sequences of `length` tokens: (tokens, micro size,
+    hidden). `create`: torch.zeros or torch.randn."""
+    tokens = length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1)
+    return create(tokens, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True)
+
+
 def generators() -> dict[str, Any]:
     """Return the states of the random number generators for dropout: the host's, the device's and Megatron-Core's."""
     return {
