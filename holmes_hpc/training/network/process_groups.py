@@ -6,7 +6,8 @@ Gloo gets one interface per group, NCCL one network name per communicator.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -88,7 +89,6 @@ class Groups:
         everyone = tuple(range(self.plan.world_size))
         # With CUDA, WORLD has control traffic only and needs no RDMA: create_group creates other groups of all ranks.
         transport = self.plan.transport_of(everyone, host_memory=self.cuda)
-        interface = "" if self.cuda else self.node.interface(transport)
         if self.cuda:
             os.environ.update(self.node.environment)
             os.environ.update(nccl.split_defaults(self.node.defaults, os.environ)[0])
@@ -97,22 +97,9 @@ class Groups:
             # NCCL's flight recorder is off in older versions; 2.11 warns of its old name.
             recorder = "TORCH_FR_BUFFER_SIZE" if torch.__version__ >= "2.11" else "TORCH_NCCL_TRACE_BUFFER_SIZE"
             os.environ.setdefault(recorder, "2000")
-            backend, options = "nccl", nccl_options(transport, self.plan.site)
-        else:
-            backend, options = GLOO, {"interface": interface}
-        try:
+        with self._creation("world", everyone, transport, nccl=self.cuda) as arguments:
             # No device_id=: torch would then split communicators, and a split cannot have another network's name.
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=self.rank,
-                world_size=self.plan.world_size,
-                timeout=timedelta(seconds=self._nccl_timeout_s if self.cuda else self.timeout_s),
-                pg_options=options,
-            )
-        except Exception as e:
-            raise transports.as_network_error(e, "world", everyone, transport, self.node.node, interface) from e
-        self._record("world", everyone, transport, interface)
+            dist.init_process_group(store=store, rank=self.rank, world_size=self.plan.world_size, **arguments)
 
     def new(
         self,
@@ -127,22 +114,29 @@ class Groups:
         `transport`: None for the plan's transport of these ranks; `gloo`: for tensors on the host, also if training
         uses CUDA; `urgent`: see :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
+        with self._creation(kind, ranks, transport, nccl=self.cuda and not gloo, urgent=urgent) as arguments:
+            return dist.new_group(list(ranks), group_desc=kind, **arguments)
+
+    @contextmanager
+    def _creation(
+        self, kind: str, ranks: Sequence[int], transport: Transport, *, nccl: bool, urgent: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """Yield torch's arguments for a new group, which the ``with`` block creates. Then record the group.
+        Raise NetworkError if its creation fails."""
         is_member = self.rank in ranks  # other ranks may lack the interface, and do not need it
-        interface = self.node.interface(transport) if is_member and (gloo or not self.cuda) else ""
+        interface = self.node.interface(transport) if is_member and not nccl else ""
+        network = self.plan.site.nccl_network(transport.nic, transport.fabric)
         try:
-            uses_nccl = self.cuda and not gloo
-            group = dist.new_group(
-                list(ranks),
-                timeout=timedelta(seconds=self._nccl_timeout_s if uses_nccl else self.timeout_s),
-                backend="nccl" if uses_nccl else GLOO,
-                pg_options=nccl_options(transport, self.plan.site, urgent) if uses_nccl else {"interface": interface},
-                group_desc=kind,
-            )
+            yield {
+                "backend": "nccl" if nccl else GLOO,
+                "pg_options": nccl_options(transport, self.plan.site, urgent) if nccl else {"interface": interface},
+                "timeout": timedelta(seconds=self._nccl_timeout_s if nccl else self.timeout_s),
+            }
         except Exception as e:
             raise transports.as_network_error(e, kind, ranks, transport, self.node.node, interface) from e
-        if is_member:
-            self._record(kind, ranks, transport, interface)
-        return group
+        if is_member and len(ranks) > 1:
+            entry = {"kind": kind, "ranks": list(ranks), "transport": str(transport), "interface": interface or network}
+            self.records.append(entry)
 
     @property
     def _nccl_timeout_s(self) -> float:
@@ -152,17 +146,6 @@ class Groups:
         """Return a new group of an edge's two ranks; None on the other ranks."""
         group = self.new(edge.ranks, f"edge {edge.stages[0]}-{edge.stages[1]}", transport=edge.transport, urgent=True)
         return group if self.rank in edge.ranks else None
-
-    def _record(self, kind: str, ranks: Sequence[int], transport: Transport, interface: str) -> None:
-        if len(ranks) > 1:
-            self.records.append(
-                {
-                    "kind": kind,
-                    "ranks": list(ranks),
-                    "transport": str(transport),
-                    "interface": interface or self.plan.site.nccl_network(transport.nic, transport.fabric),
-                }
-            )
 
     def create_group(
         self,
