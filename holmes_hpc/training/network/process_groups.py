@@ -148,13 +148,7 @@ class Groups:
         return group if self.rank in edge.ranks else None
 
     def create_group(
-        self,
-        ranks: Sequence[int] | None = None,
-        timeout: Any = None,
-        backend: str | None = None,
-        pg_options: Any = None,
-        use_local_synchronization: bool = False,
-        group_desc: str | None = None,
+        self, ranks: Sequence[int], *, backend: str | None = None, group_desc: str = "unnamed", **_: Any
     ) -> Any:
         """Create a group for Megatron-Core, in place of ``parallel_state.create_group``.
 
@@ -162,8 +156,8 @@ class Groups:
         opens a connection per pair of ranks. Megatron-Core uses these groups one after the other. Only experts and
         ranks that share sequences exchange while gradients are reduced, so they have groups of their own.
         """
-        members = tuple(ranks if ranks is not None else range(self.plan.world_size))
-        kind = (group_desc or "unnamed").lower().replace("_group", "").replace("_", " ")
+        members = tuple(ranks)
+        kind = group_desc.lower().replace("_group", "").replace("_", " ")
         name = kind.split()[0] if kind in _EXCHANGES and len(members) > 1 else ""
         key = (name, members)
         if self.cuda or (key not in self._created and (name or len(members) < self.plan.world_size)):
