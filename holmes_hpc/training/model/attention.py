@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 
 from holmes_hpc.config.model import ModelSpec
@@ -27,34 +26,19 @@ from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
 class SdpaAttention(MegatronModule):
-    """A replacement for Megatron-Core's ``DotProductAttention`` with the same arguments and, up to rounding, results.
-    It supports grouped queries (`config.num_query_groups` below the number of heads)."""
+    """A replacement for Megatron-Core's ``DotProductAttention`` with, up to rounding, the same results. It ignores some
+    of the arguments, and supports grouped queries (`config.num_query_groups` below the number of heads)."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        attn_mask_type: AttnMaskType,
-        attention_type: str,
-        attention_dropout: float | None = None,
-        softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: Any = None,
+        self, config: TransformerConfig, softmax_scale: float | None = None, cp_comm_type: str | None = None, **_: Any
     ) -> None:
         super().__init__(config=config)
         self._scale = softmax_scale  # None: one over the root of the head's width
-        self._dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self._dropout = config.attention_dropout
         self._exchanges_heads = cp_comm_type == "a2a"
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: Any,
-        attn_mask_type: Any = None,
-        attention_bias: Any = None,
-        packed_seq_params: Any = None,
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
     ) -> torch.Tensor:
         """Return the attention output of this rank, (sequence, batch, heads * width).
 

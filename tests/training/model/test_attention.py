@@ -46,7 +46,8 @@ def build(kind: type[Any], heads: int, groups: int, **options: Any) -> Any:
         hidden_dropout=0.0,
         **options,
     )
-    return kind(config, 1, AttnMaskType.causal, "self", pg_collection=ALONE)
+    mask = AttnMaskType.causal
+    return kind(config=config, layer_number=1, attn_mask_type=mask, attention_type="self", pg_collection=ALONE)
 
 
 def test_documents_kept_apart_attend_only_to_themselves() -> None:
