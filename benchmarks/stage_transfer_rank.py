@@ -24,6 +24,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.order import Order
@@ -120,10 +121,9 @@ def main() -> None:
     rank_launch, run, plan = read_launch(), RunDirectory(inputs["run_dir"]), Plan.read(inputs["plan"])
     log, rank_exit = RankLog(run, rank_launch), RankExit(run, rank_launch)
     try:
-        config = Configuration(plan.model, plan.batch, train=TrainConfig(**inputs["train"]))
-        rank_session = session.open_session(
-            config.train, rank_launch, plan, run, rank_exit, bind_cpus=False, start_phase=lambda phase: None
-        )
+        train, slurm = TrainConfig(**inputs["train"]), SlurmSettings(bind_cpus=False)
+        config = Configuration(plan.model, plan.batch, train=train, slurm=slurm)
+        rank_session = session.open_session(config, rank_launch, plan, run, rank_exit, lambda phase: None)
         rank = Rank(config, rank_session)
         kinds = ["megatron", "ahead"]
         with Path(f"{sys.argv[2]}.{rank_launch.rank}").open("w", encoding="utf-8") as out:

@@ -115,15 +115,7 @@ def run_in_session(
             Watchdog(rank_exit, config.train.watchdog_s, logs_progress=launch.rank == 0) as watchdog,
         ):
             plan = Plan.read(config.plan_file or run.plan_path)
-            session = open_session(
-                config.train,
-                launch,
-                plan,
-                run,
-                rank_exit,
-                bind_cpus=config.slurm.bind_cpus,
-                start_phase=watchdog.start_set_up,
-            )
+            session = open_session(config, launch, plan, run, rank_exit, watchdog.start_set_up)
             result = task(session, watchdog, signals)
         if result.get("preempted"):
             rank_exit.record_end("preempted", signal=signals.received)
@@ -138,12 +130,11 @@ def run_in_session(
 
 
 def open_session(
-    train: TrainConfig,
+    config: Configuration,
     launch: Launch,
     plan: Plan,
     run: RunDirectory,
     rank_exit: RankExit,
-    bind_cpus: bool,
     start_phase: Callable[[str], None],
 ) -> Session:
     """Meet the other ranks, choose the networks and create the process groups.
@@ -151,7 +142,7 @@ def open_session(
     A wrong component, GPU or network is reported in one line on every rank before the first group exists.
     `start_phase` is called with the name of each phase.
     """
-    start, run_lock = time.perf_counter(), None
+    start, run_lock, train = time.perf_counter(), None, config.train
     start_phase("checking devices and networks of this node")
     try:
         if launch.rank == 0:
@@ -187,7 +178,7 @@ def open_session(
     device = process_groups.device(launch.local_rank, on_gpu)
     process_groups.check_devices(device, launch.rank, store, node_of_rank)
     _check_memory(plan, launch, device, store)
-    cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and bind_cpus else ""
+    cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and config.slurm.bind_cpus else ""
     groups.start(dist.PrefixStore("world", store))
     rank_exit.describe_links = partial(interfaces.links_of_rank, groups.records, node_of_rank, launch.rank)
     groups.make_parallel_state()

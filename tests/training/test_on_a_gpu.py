@@ -13,6 +13,7 @@ import spawn
 import torch
 
 from holmes_hpc.config.composition import load
+from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.training import loop, session
@@ -59,7 +60,8 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
     interfaces = MagicMock(refuse_overrides=lambda _: [], check_links=lambda *_: [], log_lines=lambda _: [])
     monkeypatch.setattr(session, "interfaces", interfaces)
     launch: Any = SimpleNamespace(rank=0, local_rank=0, world_size=1, node="n0", one_host=True, launcher="test")
-    session.open_session(train, launch, spawn.plan(), MagicMock(), MagicMock(attempt=1), True, lambda _: None)
+    config: Any = SimpleNamespace(train=train, slurm=SlurmSettings())
+    session.open_session(config, launch, spawn.plan(), MagicMock(), MagicMock(attempt=1), lambda _: None)
 
 
 def test_a_ranks_gpu_is_checked_before_it_meets_the_others(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
