@@ -69,9 +69,9 @@ def check_s(count: int) -> tuple[float, int]:
     node = infos[count // 2].node
     links = peer_links(infos, groups, node)
     order = measurement_rounds(infos, groups)
-    with LinkServer("peer", "secret", {"tcp": ("lo", "127.0.0.1")}) as server:
+    with LinkServer("peer", "secret", {"tcp": Endpoint("lo", "127.0.0.1")}) as server:
         targets = {f"{x.kind} {x.receiver}": Endpoint("lo", "127.0.0.1", server.ports["tcp"], 1.0) for x in links}
-        reach(("lo", "127.0.0.1"), targets, "secret", 10)
+        reach(Endpoint("lo", "127.0.0.1"), targets, "secret", 10)
     reports = [LinkReport(c.node, (), tuple((x, 20.0) for r in order for x in r if x.sender == c.node)) for c in infos]
     find_unreachable(infos, reports)
     find_slow_links(infos, reports)

@@ -22,7 +22,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import link_check
-from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint, NodeInformation
 
 LOOPBACK = "lo"
 # These groups carry the model's traffic: their links are measured at start.
@@ -233,13 +233,11 @@ def check_links(
         link_check.await_link_check(store)
         return []
     node = nodes[rank]
+    ranks = tuple(r for r, n in enumerate(nodes) if n.node == node.node)
     return link_check.run_link_check(
         store,
-        node.node,
+        NodeInformation(node.node, node.fabric, ranks, endpoints(plan, rank, node)),
         list(dict.fromkeys(n.node for n in nodes)),
-        fabric=node.fabric,
-        ranks=[r for r, n in enumerate(nodes) if n.node == node.node],
-        nics=endpoints(plan, rank, node),
         groups=[
             CommunicationGroup(
                 f"{g.kind} of ranks {short_ranks(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED_GROUPS

@@ -15,7 +15,6 @@ from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.training.network.link_diagnosis import (
     CommunicationGroup,
-    Endpoint,
     LinkReport,
     NodeInformation,
     NodeLink,
@@ -61,31 +60,26 @@ def publish_error(store: Store, error: HolmesError) -> None:
 
 def run_link_check(
     store: Store,
-    node: str,
+    info: NodeInformation,
     nodes: Sequence[str],
-    fabric: str,
-    ranks: Sequence[int],
-    nics: Mapping[str, Endpoint],
     groups: Sequence[CommunicationGroup],
     token: str,
     limits: Limits = Limits(),
 ) -> list[Finding]:
     """Check all links together with the other nodes. One rank of each node calls it. Return warnings.
 
-    `nodes`: all, in rank order; `nics`: ``rdma`` / ``tcp`` -> this node's NIC; `groups`: the groups of all ranks;
-    `token`: any text that only this run knows. Raise NetworkError for the first error, the same on all nodes. The
-    outcome is stored for :func:`await_link_check`.
+    `info`: this node's, without ports; `nodes`: all, in rank order; `groups`: the groups of all ranks; `token`: any
+    text that only this run knows. Raise NetworkError for the first error, the same on all nodes. The outcome is stored
+    for :func:`await_link_check`.
     """
     try:
-        with LinkServer(node, token, {k: (nic.interface, nic.address) for k, nic in nics.items()}) as server:
-            info = NodeInformation(
-                node, fabric, tuple(ranks), {k: replace(nic, port=server.ports[k]) for k, nic in nics.items()}
-            )
-            findings = _LinkCheck(store, info, nodes, groups, token, limits).run()
+        with LinkServer(info.node, token, info.nics) as server:
+            nics = {kind: replace(nic, port=server.ports[kind]) for kind, nic in info.nics.items()}
+            findings = _LinkCheck(store, replace(info, nics=nics), nodes, groups, token, limits).run()
     except NetworkError as e:
         publish_error(store, e)
         raise
-    if node == nodes[0]:
+    if info.node == nodes[0]:
         store.set(_DONE, json.dumps(None))
     return findings
 
@@ -147,17 +141,13 @@ class _LinkCheck:
     def _gather_reports(self, name: str, report: LinkReport) -> list[LinkReport]:
         return [msgspec.convert(r, LinkReport) for r in self._gather(name, report)]
 
-    def _source(self, kind: str) -> tuple[str, str]:
-        nic = self.info.nics[kind]
-        return nic.interface, nic.address
-
     def _connect(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
         links = {(link.kind, link.receiver): link for link in peer_links(infos, self.groups, self.node)}
         replies = {
             (kind, peer): reply
             for kind in sorted({kind for kind, _ in links})
             for peer, reply in reach(
-                self._source(kind),
+                self.info.nics[kind],
                 {receiver: by_node[receiver].nics[kind] for k, receiver in links if k == kind},
                 self.token,
                 self.limits.connect_s,
@@ -191,7 +181,7 @@ class _LinkCheck:
         node, which shows whether the sender or the receiver is slow."""
 
         def measure(receiver: str, seconds: float) -> float | None:
-            return sample(self._source(link.kind), by_node[receiver].nics[link.kind], self.token, seconds)
+            return sample(self.info.nics[link.kind], by_node[receiver].nics[link.kind], self.token, seconds)
 
         gbps = measure(link.receiver, self.limits.sample_s)
         samples = [(link, gbps)]

@@ -47,26 +47,26 @@ def bound_socket(interface: str, address: str) -> socket.socket:
 
 
 class LinkServer(contextlib.ExitStack):
-    """A server on each of this node's NICs. `nics`: kind -> (interface, address); `ports`: kind -> port.
+    """A server on each of this node's NICs. `nics`, `ports`: of each transport kind.
 
     It answers only clients that know `token`. Raise NetworkError if an address cannot be used.
     """
 
-    def __init__(self, node: str, token: str, nics: Mapping[str, tuple[str, str]]) -> None:
+    def __init__(self, node: str, token: str, nics: Mapping[str, Endpoint]) -> None:
         super().__init__()
         self._node, self._token = node, token
         self.ports: dict[str, int] = {}
-        for kind, (interface, address) in nics.items():
+        for kind, nic in nics.items():
             try:
-                listener = bound_socket(interface, address)
+                listener = bound_socket(nic.interface, nic.address)
                 self.callback(_close, listener)
                 listener.listen(1024)
             except OSError as e:
                 self.close()
                 raise NetworkError(
-                    f"cannot listen on {interface} {address}: {e.strerror}",
+                    f"cannot listen on {nic.text}: {e.strerror}",
                     where=f"node {node}",
-                    hint=f"check that {interface} is up and has that address",
+                    hint=f"check that {nic.interface} is up and has that address",
                 ) from e
             self.ports[kind] = listener.getsockname()[1]
             threading.Thread(target=self._accept, args=(listener,), daemon=True, name="link-server").start()
@@ -129,18 +129,18 @@ def _read_line(connection: socket.socket) -> bytes:
     return connection.makefile("rb", buffering=0).readline(HEADER_BYTES)
 
 
-def reach(source: tuple[str, str], targets: Mapping[str, Endpoint], token: str, timeout_s: float) -> dict[str, Reply]:
-    """Connect to all `targets` (node -> its link server) at once from `source` (interface, address).
+def reach(source: Endpoint, targets: Mapping[str, Endpoint], token: str, timeout_s: float) -> dict[str, Reply]:
+    """Connect to all `targets` (node -> its link server) at once from `source`.
     Return each node's reply."""
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         replies = pool.map(lambda node: _reach_target(source, node, targets[node], token, timeout_s), targets)
         return dict(zip(targets, replies, strict=True))
 
 
-def _reach_target(source: tuple[str, str], node: str, target: Endpoint, token: str, timeout_s: float) -> Reply:
+def _reach_target(source: Endpoint, node: str, target: Endpoint, token: str, timeout_s: float) -> Reply:
     deadline, text = time.monotonic() + timeout_s, b""
     try:
-        with bound_socket(*source) as connection:
+        with bound_socket(source.interface, source.address) as connection:
             connection.settimeout(timeout_s)
             connection.connect((target.address, target.port))
             connection.sendall(_json_line({"token": token}))
@@ -168,10 +168,10 @@ def _parse_reply(node: str, text: bytes, sent_at: float) -> Reply:
     return Reply(clock - (sent_at + time.time()) / 2)
 
 
-def sample(source: tuple[str, str], target: Endpoint, token: str, seconds: float) -> float | None:
+def sample(source: Endpoint, target: Endpoint, token: str, seconds: float) -> float | None:
     """Send to `target` for `seconds`. Return the Gb/s that the target measured, None on a failure."""
     try:
-        with bound_socket(*source) as s:
+        with bound_socket(source.interface, source.address) as s:
             s.settimeout(PATIENCE * seconds + 2)
             # A small buffer: a slow link must not be busy with this sample when the next one starts.
             s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)

@@ -58,6 +58,7 @@ class Memory:
 
 
 NODES = ["n1", "n2", "n3", "n4"]
+SOURCE = Endpoint("lo", "127.0.1.2")
 
 
 def nics(index: int, rdma: float = 1e-5, tcp: float = 1e-5) -> dict[str, Endpoint]:
@@ -78,9 +79,8 @@ def run(nics_of=nics, nodes=NODES, tokens=None, started=None) -> list[list[Findi
 
     def check(i: int) -> list[Finding] | NetworkError:
         try:
-            return run_link_check(
-                store, nodes[i], nodes, "ib-a", (i,), nics_of(i), groups(), (tokens or ["t"] * 4)[i], LIMITS
-            )
+            info = NodeInformation(nodes[i], "ib-a", (i,), nics_of(i))
+            return run_link_check(store, info, nodes, groups(), (tokens or ["t"] * 4)[i], LIMITS)
         except NetworkError as e:
             return e
 
@@ -129,9 +129,9 @@ def test_a_missing_node_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPat
 
 def test_a_server_on_an_unavailable_address_is_a_network_error() -> None:
     with pytest.raises(NetworkError, match=r"node n1: cannot listen on lo 192.0.2.77"):
-        LinkServer("n1", "t", {"tcp": ("lo", "192.0.2.77")})
+        LinkServer("n1", "t", {"tcp": Endpoint("lo", "192.0.2.77")})
     with pytest.raises(NetworkError, match="cannot listen on ib7"):
-        LinkServer("n1", "t", {"rdma": ("ib7", "127.0.0.1")})
+        LinkServer("n1", "t", {"rdma": Endpoint("ib7", "127.0.0.1")})
 
 
 def test_an_error_of_one_node_ends_the_check_on_all_nodes() -> None:
@@ -140,11 +140,11 @@ def test_an_error_of_one_node_ends_the_check_on_all_nodes() -> None:
 
 
 def test_reach_distinguishes_peers_other_nodes_and_refused_connections() -> None:
-    with LinkServer("n1", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+    with LinkServer("n1", "t", {"tcp": Endpoint("lo", "127.0.1.1")}) as server:
         port = server.ports["tcp"]
         silent = link_sockets.bound_socket("lo", "127.0.1.5")  # bound, not listening: refused
         replies = reach(
-            ("lo", "127.0.1.2"),
+            SOURCE,
             {
                 "n1": Endpoint("lo", "127.0.1.1", port, 1),
                 "n9": Endpoint("lo", "127.0.1.1", port, 1),
@@ -162,22 +162,22 @@ def test_reach_times_out_on_a_server_that_accepts_and_sends_nothing() -> None:
     mute = link_sockets.bound_socket("lo", "127.0.1.7")
     mute.listen(5)
     try:
-        replies = reach(("lo", "127.0.1.2"), {"n7": Endpoint("lo", "127.0.1.7", mute.getsockname()[1], 1)}, "t", 0.2)
+        replies = reach(SOURCE, {"n7": Endpoint("lo", "127.0.1.7", mute.getsockname()[1], 1)}, "t", 0.2)
     finally:
         mute.close()
     assert replies["n7"].failure == "no answer in 0.2 s"
 
 
 def test_reach_of_700_peers_stays_below_the_limit_of_open_files() -> None:
-    with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+    with LinkServer("n", "t", {"tcp": Endpoint("lo", "127.0.1.1")}) as server:
         targets = {f"n{i}": Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1) for i in range(700)}
-        replies = reach(("lo", "127.0.1.2"), targets, "t", 10)
+        replies = reach(SOURCE, targets, "t", 10)
     assert len(replies) == 700 and all("node n answers there" in r.failure for r in replies.values())
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_link_server_does_not_answer_invalid_requests() -> None:
-    with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+    with LinkServer("n", "t", {"tcp": Endpoint("lo", "127.0.1.1")}) as server:
         for request in (
             b"GET / HTTP/1.0\n",
             b"[1]\n",
@@ -194,13 +194,13 @@ def test_the_link_server_does_not_answer_invalid_requests() -> None:
                     with contextlib.suppress(ConnectionResetError):
                         assert s.recv(100) == b""
         endpoint = Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1)
-        assert reach(("lo", "127.0.1.2"), {"n": endpoint}, "t", 1)["n"].failure == ""
-        assert sample(("lo", "127.0.1.2"), endpoint, "wrong", 0.05) is None
+        assert reach(SOURCE, {"n": endpoint}, "t", 1)["n"].failure == ""
+        assert sample(SOURCE, endpoint, "wrong", 0.05) is None
 
 
 def test_a_sample_has_a_rate_and_a_dead_target_has_none() -> None:
-    with LinkServer("n", "t", {"tcp": ("lo", "127.0.1.1")}) as server:
+    with LinkServer("n", "t", {"tcp": Endpoint("lo", "127.0.1.1")}) as server:
         endpoint = Endpoint("lo", "127.0.1.1", server.ports["tcp"], 1)
-        gbps = sample(("lo", "127.0.1.2"), endpoint, "t", 0.1)
+        gbps = sample(SOURCE, endpoint, "t", 0.1)
     assert gbps is not None and gbps > 0
-    assert sample(("lo", "127.0.1.2"), endpoint, "t", 0.1) is None
+    assert sample(SOURCE, endpoint, "t", 0.1) is None
