@@ -15,8 +15,9 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.predict import layer_array
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
-from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
+from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Rows
 
 EVERY_STEPS = 10  # per comparison; wrong traffic that starts during one is reported by the next, within 20 steps
@@ -172,7 +173,7 @@ def planned_loads(planned: PlannedBytes, nodes: Sequence[str]) -> list[Load]:
     `nodes`: every rank's node. The sums over nodes are the plan's predicted bytes (planning/cost/predict.py).
     """
     return [
-        Load(nodes[rank], str(nic), f"{group.kind} of ranks {short_ranks(group.ranks)}", amount)
+        Load(nodes[rank], str(nic), f"{group.kind} of ranks {abbreviated(group.ranks, ',')}", amount)
         for group, rank, amount in planned
         if (nic := group.transport.nic) is not None and (nic.verbs or not nic.rdma)  # EFA etc. have no counters
     ]

@@ -18,6 +18,7 @@ from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.fabric.nics import Nic, NodeNics, candidates, data_interface
 from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.slurm.hostlist import compress
@@ -240,7 +241,7 @@ def check_links(
         list(dict.fromkeys(n.node for n in nodes)),
         groups=[
             CommunicationGroup(
-                f"{g.kind} of ranks {short_ranks(g.ranks)}", g.transport.kind, g.ranks, g.kind in MEASURED_GROUPS
+                f"{g.kind} of ranks {abbreviated(g.ranks, ',')}", g.transport.kind, g.ranks, g.kind in MEASURED_GROUPS
             )
             for g in plan.transports()
             # only groups between nodes, over NICs with an address
@@ -299,12 +300,6 @@ def _is_host_address(address: str) -> bool:
     return not (parsed.is_loopback or parsed.is_unspecified or parsed.is_multicast)
 
 
-def short_ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as text: `0,1,2`; more than six as `0,1,2,…,9`."""
-    text = [str(r) for r in ranks]
-    return ",".join(text if len(text) <= 6 else [*text[:3], "…", text[-1]])
-
-
 def links_of_rank(groups: Sequence[Mapping[str, Any]], nodes: Sequence[NodeTransports], rank: int) -> str:
     """Return the NICs over which the recorded `groups` of `rank` reach other nodes, with their transport, and those
     nodes."""
@@ -331,6 +326,6 @@ def as_network_error(
     }
     return NetworkError(
         f"set-up on {interface} failed: {text[:300]}",
-        where=f"{kind} group of ranks {short_ranks(ranks)} ({transport}) on node {node}",
+        where=f"{kind} group of ranks {abbreviated(ranks, ',')} ({transport}) on node {node}",
         hint=next(hint for phrase, hint in hints.items() if phrase in text),
     )

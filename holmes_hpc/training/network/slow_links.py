@@ -8,11 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holmes_hpc.fabric.finding import Finding
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network.audit import PlannedBytes, planned_loads
 from holmes_hpc.training.network.destinations import edge_receivers
-from holmes_hpc.training.network.interfaces import NodeTransports, short_ranks
+from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.link_diagnosis import Endpoint, NodeLink, slow_link
 
 SLOWDOWN = 3.0  # ratio to the planned and to the earlier duration above which a link is slow
@@ -76,7 +77,7 @@ def slow_link_detector(
     Its values are every rank's seconds. The fastest rank of a stage counts: the others may wait for a slow computation.
     `factors`: see :class:`holmes_hpc.training.network.audit.Audit`."""
     stages = plan.parallel.stage_ranks
-    groups = {f"{g.kind} of ranks {short_ranks(g.ranks)}": g for g in plan.transports() if g.kind in _DP}
+    groups = {f"{g.kind} of ranks {abbreviated(g.ranks, ',')}": g for g in plan.transports() if g.kind in _DP}
     senders = {kind: len({plan.places[g.ranks[0]] for g in groups.values() if g.kind == kind}) for kind in _DP}
     expected_s, names = [0.0] * len(stages), []
     for load in planned_loads(planned, [n.node for n in nodes]):
