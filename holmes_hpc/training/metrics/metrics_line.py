@@ -24,6 +24,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.nic_bytes import Rows, sum_by_kind
+from holmes_hpc.waiting import wait_until
 
 Write = Callable[[int, Mapping[str, float]], None]
 RANKS_EVERY = 100  # steps between the lines of ranks.jsonl
@@ -154,10 +155,7 @@ class Gathering:
 
     def ready(self, wait_s: float) -> bool:
         """Return whether the gather is complete; wait for it at most `wait_s` seconds."""
-        end = time.perf_counter() + wait_s
-        while not (is_complete := self._work.is_completed()) and time.perf_counter() <= end:
-            time.sleep(wait_s / 10)
-        return bool(is_complete)
+        return wait_until(self._work.is_completed, wait_s, wait_s / 10)
 
     def finish(self) -> Rows | None:
         """Wait for the gather. Return every rank's row on rank 0, None on other ranks."""

@@ -25,6 +25,7 @@ from holmes_hpc.errors import HolmesError, RunFailed
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import log_line, one_line
+from holmes_hpc.waiting import attempts
 
 _FAILED = "holmes/failed"
 POLL_S = 1.0
@@ -153,12 +154,10 @@ class RankExit:
         """Return another rank's failure, waiting at most `_ANSWER_S` until the store has one; else None.
         If the store fails, and `error` was raised by torch's communication, return a failure of rank 0."""
         failures: list[dict[str, Any] | None] = []
-        end = time.monotonic() + _ANSWER_S
 
         def read() -> None:
             try:
-                while (failure := self._read_failure()) is None and time.monotonic() < end:
-                    time.sleep(0.1)
+                failure = next(filter(None, (self._read_failure() for _ in attempts(_ANSWER_S, 0.1))), None)
             except Exception as e:
                 failure = _rank_0_failure(e) if isinstance(error, dist.DistError) else None
             failures.append(failure)
