@@ -36,15 +36,11 @@ class Load:
     bytes: float
 
 
-def _zero_sums() -> defaultdict[str, defaultdict[str, float]]:
-    return defaultdict(lambda: defaultdict(float))
-
-
 def expected_bytes(loads: Iterable[Load]) -> dict[str, defaultdict[str, float]]:
     """Return the sums of `loads`: node -> kind of NIC -> bytes per step."""
-    totals = _zero_sums()
+    totals: dict[str, defaultdict[str, float]] = {}
     for load in loads:
-        totals[load.node][load.kind] += load.bytes
+        totals.setdefault(load.node, defaultdict(float))[load.kind] += load.bytes
     return totals
 
 
