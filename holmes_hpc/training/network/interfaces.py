@@ -253,20 +253,13 @@ def check_links(
 
 def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
     """Raise NetworkError if one planned node's ranks run on several nodes, or several planned nodes' ranks on one."""
-    node_of: dict[Any, str] = {}
+    node_of, hint = dict[Any, str](), "start the plan's number of tasks on each node"
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
-        if node_of.setdefault(place, node.node) != node.node:
-            raise NetworkError(
-                f"rank {rank} shares node {node_of[place]} in the plan, but runs on {node.node}",
-                where="ranks",
-                hint="start the plan's number of tasks on each node",
-            )
-    if len(set(node_of.values())) != len(node_of):
-        raise NetworkError(
-            f"{len(node_of)} nodes are planned, {len(set(node_of.values()))} are used",
-            where="ranks",
-            hint="start the plan's number of tasks on each node",
-        )
+        first_node = node_of.setdefault(place, node.node)
+        problem = f"rank {rank} shares node {first_node} in the plan, but runs on {node.node}"
+        NetworkError.refuse("ranks", (first_node != node.node, problem, hint))
+    used = len(set(node_of.values()))
+    NetworkError.refuse("ranks", (used != len(node_of), f"{len(node_of)} nodes are planned, {used} are used", hint))
 
 
 def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -> None:
