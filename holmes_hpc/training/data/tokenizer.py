@@ -2,11 +2,9 @@
 
 import hashlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -98,20 +96,18 @@ def run_limited(tokenizer: Tokenizer, task: Callable[[], None]) -> None:
     tokenizer.json may need exponential time."""
     if isinstance(tokenizer, ByteTokenizer):
         return task()
-    ends: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             task()
         except BaseException as e:
-            ends.put(e)
-        else:
-            ends.put(None)
+            errors.append(e)
 
-    threading.Thread(target=run, name="tokenizer", daemon=True).start()
-    while True:
-        with suppress(queue.Empty):
-            if (error := ends.get(timeout=1)) is not None:
-                raise error
-            return None
+    thread = threading.Thread(target=run, name="tokenizer", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(1)
         tokenizer.check_time()
+    for error in errors:
+        raise error
