@@ -54,13 +54,13 @@ class _PerStageRanks:
 
 
 @contextmanager
-def per_stage_ranks(parallel: Parallel, rank: int) -> Iterator[dict[str, int]]:
-    """Let Megatron-Core create its groups from `parallel` in the ``with`` block; then set the stage of `rank`.
-    Yield the sizes that ``initialize_model_parallel`` requires. It checks them but does not use them."""
+def per_stage_ranks(parallel: Parallel, rank: int) -> Iterator[None]:
+    """Let Megatron-Core create its groups from `parallel` in the ``with`` block, whatever sizes it is given. Then set
+    the stage of `rank`."""
     original = parallel_state.RankGenerator
     parallel_state.RankGenerator = lambda **_: _PerStageRanks(parallel)
     try:
-        yield {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+        yield
     finally:
         parallel_state.RankGenerator = original
     stage, *_ = parallel.coordinates(rank)

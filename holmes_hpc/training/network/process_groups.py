@@ -174,13 +174,10 @@ class Groups:
         p = self.plan.parallel
         original = parallel_state.create_group
         parallel_state.create_group = self.create_group
-        minutes = max(1, round(self.timeout_s / 60))
         try:
             if self.plan.is_per_stage:
-                with per_stage_groups.per_stage_ranks(p, self.rank) as sizes:
-                    parallel_state.initialize_model_parallel(
-                        **sizes, distributed_timeout_minutes=minutes, create_gloo_process_groups=True
-                    )
+                with per_stage_groups.per_stage_ranks(p, self.rank):
+                    parallel_state.initialize_model_parallel()
                 for group in self.plan.transports():
                     if group.kind == "embd":
                         created = self.new(group.ranks, "embedding", transport=group.transport)
@@ -195,8 +192,6 @@ class Groups:
                     expert_model_parallel_size=p.ep,
                     expert_tensor_parallel_size=1 if self.plan.model.experts.count else None,
                     order=p.order,
-                    distributed_timeout_minutes=minutes,
-                    create_gloo_process_groups=True,
                 )
         finally:
             parallel_state.create_group = original
