@@ -6,7 +6,6 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from holmes_hpc.planning.cost.network_figures import collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import experts, gpt, megatron_versions
+from holmes_hpc.training.network.per_stage_groups import pipeline_stub
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
@@ -33,7 +33,7 @@ def groups_for_ddp() -> ProcessGroupCollection:
     pipeline a later stage may have the slow network.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = SimpleNamespace(rank=lambda: 0, size=lambda: 1)  # only asked for these
+    groups.pp = pipeline_stub(0, 1)
     return groups
 
 

@@ -8,7 +8,7 @@ each part of a parameter once. The tied embedding has its own group (model/optim
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core import parallel_state
@@ -16,18 +16,9 @@ from megatron.core import parallel_state
 from holmes_hpc.planning.plan.parallel import Parallel
 
 
-@dataclass(frozen=True)
-class PipelineStub:
-    """A stand-in for a pipeline's process group: its rank is the stage, its size the number of stages."""
-
-    stage: int
-    stages: int
-
-    def rank(self) -> int:
-        return self.stage
-
-    def size(self) -> int:
-        return self.stages
+def pipeline_stub(stage: int, stages: int) -> Any:
+    """Return a stand-in for a pipeline's process group, only asked for its rank (the stage) and its size."""
+    return SimpleNamespace(rank=lambda: stage, size=lambda: stages)
 
 
 class _PerStageRanks:
@@ -66,4 +57,4 @@ def per_stage_ranks(parallel: Parallel, rank: int) -> Iterator[None]:
     stage, *_ = parallel.coordinates(rank)
     parallel_state.set_pipeline_model_parallel_rank(stage)
     parallel_state.set_pipeline_model_parallel_world_size(parallel.pp)
-    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = PipelineStub(stage, parallel.pp)
+    parallel_state._PIPELINE_MODEL_PARALLEL_GROUP = pipeline_stub(stage, parallel.pp)
