@@ -40,7 +40,7 @@ from megatron.core.utils import get_model_config, get_model_type
 
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer, WeightPass
+from holmes_hpc.planning.schedule.kinds import Pass, WeightPass
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.training.model.megatron_versions import backward_step
@@ -201,14 +201,18 @@ def _run_passes(
                 compute_weights([launch], last=False)
             continue
         if isinstance(launch, Post):
-            transfer = launch.transfer
-            if not launch.sends:
-                channel, consumer = edges.channel(_role(transfer, "in"), transfer.source), consumers[transfer]
-                arriving[consumer] = channel.receive(new_buffer(), consumer)
-                continue
-            _send(edges.channel(_role(transfer, "out"), transfer.target), output, transfer, order)
-            if transfer.source_pass.forward:
-                megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            transfer, is_forward = launch.transfer, launch.transfer.source_pass.forward
+            role = f"{'forward' if is_forward else 'backward'}_{'out' if launch.sends else 'in'}"
+            channel = edges.channel(role, transfer.target if launch.sends else transfer.source)
+            if launch.sends:
+                channel.send(output, transfer.source_pass)
+                # To bound the memory, wait for the send that is one window earlier. The other end is at most a window
+                # behind, so this takes no time. Sends in progress at the end of a step are waited for in the next step.
+                channel.settle(keep=order.window(transfer))
+                if is_forward:
+                    megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
+            else:
+                arriving[consumers[transfer]] = channel.receive(new_buffer(), consumers[transfer])
             continue
         direction, key = "forward" if launch.forward else "backward", (launch.micro_batch, launch.chunk)
         with report.span(f"wait_{direction}", launch, activations):
@@ -228,19 +232,6 @@ def _run_passes(
         with report.span("weight", last_weights[-1], activations):
             compute_weights(last_weights, last=True)
     return tokens
-
-
-def _role(transfer: StageTransfer, end: str) -> str:
-    """Return the role of a transfer's channel at its `end`: "in" or "out"."""
-    return f"{'forward' if transfer.source_pass.forward else 'backward'}_{end}"
-
-
-def _send(channel: Any, tensor: torch.Tensor, transfer: StageTransfer, order: Order) -> None:
-    """Send in the background. To bound the memory, wait for the send that is one :meth:`Order.window` earlier.
-    The other end is at most a window behind, so this wait takes no time. Sends in progress at the end of a step are
-    waited for in the next step."""
-    channel.send(tensor, transfer.source_pass)
-    channel.settle(keep=order.window(transfer))
 
 
 class TraceReporter:
