@@ -90,8 +90,7 @@ class RingAttention(torch.autograd.Function):
         log_sum = torch.full(query.shape[:3], -torch.inf, device=query.device)
         for step in range(size()):
             pending = _pass_on(passing) if step < size() - 1 else None
-            rows, columns = _visible(step, query.size(2))
-            visible = _visibility(mask, step, rows, columns, query.dtype)
+            rows, columns, visible = _visible(step, query, mask)
             piece, piece_sum = _attend(query[:, :, rows], passing[:, :, :, columns], visible, scale)
             merged = torch.logaddexp(log_sum[:, :, rows], piece_sum)
             old_share, new_share = ((s - merged).exp().unsqueeze(-1) for s in (log_sum[:, :, rows], piece_sum))
@@ -111,11 +110,11 @@ class RingAttention(torch.autograd.Function):
         pending_gradient: Pending | None = None
         for step in range(size()):
             pending = _pass_on(passing) if step < size() - 1 else None
-            rows, columns = _visible(step, query.size(2))
+            rows, columns, visible = _visible(step, query, context.mask)
             query_piece, piece = _attend_backward(
                 *(t[:, :, rows] for t in (gradient, query, output, log_sum)),
                 key_value=passing[:, :, :, columns],
-                visible=_visibility(context.mask, step, rows, columns, query.dtype),
+                visible=visible,
                 scale=context.scale,
             )
             query_gradient[:, :, rows] += query_piece
@@ -128,27 +127,25 @@ class RingAttention(torch.autograd.Function):
         return query_gradient, kv_gradient[0], kv_gradient[1], None, None
 
 
-def _visible(step: int, tokens: int) -> tuple[slice, slice]:
-    """Return (queries of this rank, keys that arrive in a step) that attend and are attended to.
-    The keys' chunks lie around this rank's two chunks if they come from a rank before it, else between them."""
-    everything, half = slice(None), tokens // 2
-    if step == 0:
-        return everything, everything
-    if step <= parallel_state.get_context_parallel_rank():  # from a rank before this one
-        return everything, slice(0, half)
-    return slice(half, tokens), everything
+def _visible(step: int, query: torch.Tensor, mask: torch.Tensor | None) -> tuple[slice, slice, dict[str, Any]]:
+    """Return (queries of this rank, keys that arrive in a step) that attend and are attended to, and the kernel's
+    arguments for these pairs.
 
-
-def _visibility(
-    mask: torch.Tensor | None, step: int, rows: slice, columns: slice, dtype: torch.dtype
-) -> dict[str, Any]:
-    """Return the kernel's arguments for the pairs that attend in a step. Hidden scores stay finite, because a row of a
-    piece may have no others; the piece then counts nothing beside the rank's own."""
+    The keys' chunks lie around this rank's two chunks if they come from a rank before it, else between them. Hidden
+    scores stay finite, because a row of a piece may have no others. The piece then counts nothing beside the rank's
+    own.
+    """
+    rank, half = parallel_state.get_context_parallel_rank(), query.size(2) // 2
+    rows = columns = slice(None)
+    if step > rank:
+        rows = slice(half, None)
+    elif step > 0:  # from a rank before this one
+        columns = slice(half)
     if mask is None:
-        return {"is_causal": step == 0}
-    source = (parallel_state.get_context_parallel_rank() - step) % size()
-    hidden = _part(_part(mask, 2), 3, source)[:, :, rows, columns]
-    return {"attn_mask": torch.zeros(hidden.shape, dtype=dtype, device=mask.device).masked_fill_(hidden, -1e9)}
+        return rows, columns, {"is_causal": step == 0}
+    hidden = _part(_part(mask, 2), 3, (rank - step) % size())[:, :, rows, columns]
+    scores = torch.zeros(hidden.shape, dtype=query.dtype, device=mask.device)
+    return rows, columns, {"attn_mask": scores.masked_fill_(hidden, -1e9)}
 
 
 def _pass_on(tensor: torch.Tensor) -> Pending:
