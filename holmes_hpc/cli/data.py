@@ -39,17 +39,13 @@ def data_prepare(
     need("megatron")
     from holmes_hpc.training.data import prepare
 
-    summary = (
-        prepare.demo_corpus(output, progress=console.Progress(), force=force)
-        if stdlib
-        else prepare.prepare(
-            files or [],
-            output,
-            tokenizer=tokenizer,
-            workers=workers,
-            json_key=json_key,
-            progress=console.Progress(),
-            force=force,
-        )
+    summary = prepare.prepare(
+        prepare.demo_files() if stdlib else files or [],
+        output,
+        tokenizer=tokenizer,
+        workers=workers,
+        json_key=json_key,
+        progress=console.Progress(),
+        force=force,
     )
     console.outcome(summary, json)

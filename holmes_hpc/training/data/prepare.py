@@ -126,17 +126,9 @@ def prepare(
     return summary
 
 
-def demo_corpus(
-    prefix: str | os.PathLike[str],
-    limit_bytes: int = 8_000_000,
-    workers: int | None = None,
-    progress: Progress | None = None,
-    force: bool = False,
-) -> DatasetSummary:
-    """Prepare the source files of Python's standard library, at most `limit_bytes` of them. Each byte is a token.
-
-    The choice and order of the files depend only on their names.
-    """
+def demo_files(limit_bytes: int = 8_000_000) -> list[Path]:
+    """Return source files of Python's standard library, at most `limit_bytes` of them.
+    The choice and order of the files depend only on their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"test", "tests", "site-packages", "dist-packages", "idlelib", "lib2to3", "__pycache__"}
     paths = []
@@ -146,8 +138,7 @@ def demo_corpus(
     paths.sort(key=lambda p: hashlib.sha256(p.relative_to(root).as_posix().encode()).digest())
     sizes = [path.stat().st_size for path in paths]
     ends = accumulate(sizes)
-    corpus = [p for p, size, end in zip(paths, sizes, ends, strict=True) if size > 0 and end <= limit_bytes]
-    return prepare(corpus, prefix, workers=workers, progress=progress, force=force)
+    return [p for p, size, end in zip(paths, sizes, ends, strict=True) if size > 0 and end <= limit_bytes]
 
 
 def _finished_summary(prefix: str, sources: dict[str, str]) -> DatasetSummary | None:

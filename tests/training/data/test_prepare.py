@@ -359,9 +359,9 @@ def test_tokenizer_file_determines_the_ids(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path / "missing.json"))
 
 
-def test_demo_corpus_is_python_source_and_deterministic(tmp_path: Path) -> None:
-    first = prepare.demo_corpus(tmp_path / "a", limit_bytes=300_000, workers=1)
-    second = prepare.demo_corpus(tmp_path / "b", limit_bytes=300_000, workers=1)
+def test_demo_files_are_python_source_and_deterministic(tmp_path: Path) -> None:
+    first = prepare.prepare(prepare.demo_files(300_000), tmp_path / "a", workers=1)
+    second = prepare.prepare(prepare.demo_files(300_000), tmp_path / "b", workers=1)
     assert Path(f"{first.prefix}.bin").read_bytes() == Path(f"{second.prefix}.bin").read_bytes()
     assert 100_000 < first.input_bytes <= 300_000 and first.tokens == first.input_bytes + first.documents
     texts = documents(first.prefix)
