@@ -30,7 +30,7 @@ from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES, gpt_of_sizes
 from holmes_hpc.config.other_names import unsupported_hint
 from holmes_hpc.errors import ConfigError, HolmesError, nearest, raise_all
-from holmes_hpc.records.files import read_yaml
+from holmes_hpc.records.files import map_leaves, read_yaml
 from holmes_hpc.schema import keys
 
 QUOTABLE = {"{": "{a: 1, b: 2}", "[": "[1, 2]"}  # a shell splits such values unless they are quoted
@@ -65,7 +65,7 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 def with_overrides(config: Configuration, overrides: Sequence[str]) -> Configuration:
     """Return a recorded configuration with `overrides` of keys or whole groups (``data=indexed data.prefix=x``)."""
-    result, defaults = OmegaConf.create(_escape(config.to_dict())), OmegaConf.create(composed())
+    result, defaults = OmegaConf.create(map_leaves(config.to_dict(), _escaped)), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)
     with _as_config_error():
         parsed = _parse(for_hydra(overrides))
@@ -274,10 +274,6 @@ def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
     return ConfigError(f"model {model} has no default batch", where="batch", hint=f"give {missing}, or batch=NAME")
 
 
-def _escape(value: Any) -> Any:
-    """Escape ``${`` in resolved plain data, so that OmegaConf keeps it literally, e.g. a shell's ``${HOME}``."""
-    if isinstance(value, dict):
-        return {key: _escape(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_escape(entry) for entry in value]
+def _escaped(value: Any) -> Any:
+    """Return a text with ``${`` escaped, so that OmegaConf keeps it literally, e.g. a shell's ``${HOME}``."""
     return value.replace("${", "\\${") if isinstance(value, str) else value

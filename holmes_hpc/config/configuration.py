@@ -12,6 +12,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError, HolmesError, collected, raise_all
+from holmes_hpc.records.files import map_leaves
 from holmes_hpc.schema import REQUIRED, Checked, check, key, keys, make
 
 
@@ -102,7 +103,7 @@ class Configuration:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for run.yaml; :func:`from_dict` reads it back."""
-        return _to_lists(asdict(self))
+        return map_leaves(asdict(self), lambda leaf: leaf)
 
 
 GROUPS: dict[str, type[Any]] = {
@@ -147,10 +148,3 @@ def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
             value = {k: v for k, v in value.items() if k in group}
         values[name] = value
     return from_dict(values), missing_keys
-
-
-def _to_lists(value: Any) -> Any:
-    """Return plain data with lists in place of tuples at all levels, for YAML."""
-    if isinstance(value, Mapping):
-        return {k: _to_lists(v) for k, v in value.items()}
-    return [_to_lists(v) for v in value] if isinstance(value, list | tuple) else value

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,22 +118,24 @@ def read_text(path: str | os.PathLike[str], error: type[HolmesError] = ConfigErr
         return read_file(path).decode("utf-8")
 
 
+def map_leaves(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """Return nested data with ``convert(leaf)`` in place of every leaf, and with lists in place of tuples."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(entry, convert) for key, entry in value.items()}
+    return [map_leaves(entry, convert) for entry in value] if isinstance(value, (list, tuple)) else convert(value)
+
+
 def to_json(value: Any) -> str:
     """Return `value` as one line of strict JSON; NaN and infinity, which JSON lacks, become null."""
+    encode = partial(json.dumps, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     try:
-        return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return encode(value)
     except ValueError:
-        return json.dumps(_replace_nonfinite(value), allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+        return encode(map_leaves(value, _finite_or_none))
 
 
-def _replace_nonfinite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {k: _replace_nonfinite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replace_nonfinite(v) for v in value]
-    return value
+def _finite_or_none(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def file_error(path: Path, error: OSError) -> RunFailed:

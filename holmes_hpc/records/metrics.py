@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holmes_hpc.records.files import map_leaves
 from holmes_hpc.tables import read_table
 
 DIGITS = 7  # of times and rates: finer than any clock involved
@@ -44,12 +45,8 @@ def rounded(line: Mapping[str, Any]) -> dict[str, Any]:
 def _round_field(name: str, value: Any) -> Any:
     if name == "time" and isinstance(value, float):
         return round(value, 3)
-    return _round_digits(value) if name in _ROUNDED else value
+    return map_leaves(value, _round_digits) if name in _ROUNDED else value
 
 
 def _round_digits(value: Any) -> Any:
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}")
-    if isinstance(value, Mapping):
-        return {name: _round_digits(part) for name, part in value.items()}
-    return [_round_digits(part) for part in value] if isinstance(value, (list, tuple)) else value
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value

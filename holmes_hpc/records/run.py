@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import append_line, locked, to_json, write_whole
+from holmes_hpc.records.files import append_line, locked, map_leaves, to_json, write_whole
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file, read_object
@@ -139,7 +139,7 @@ class RunDirectory:
         style: Any = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
         hint = "record strings, numbers, lists"
         with RecordError.instead_of(yaml.YAMLError, where=self.run_path, hint=hint, what="not plain data:"):
-            text = yaml.dump(_plain(data), Dumper=_Dumper, **style)
+            text = yaml.dump(map_leaves(data, _plain), Dumper=_Dumper, **style)
         write_whole(self.run_path, text)
 
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
@@ -297,13 +297,5 @@ def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None
 
 
 def _plain(value: Any) -> Any:
-    """Return `value` with paths, tuples and mappings replaced by texts, lists and dictionaries, as YAML needs."""
-    if isinstance(value, Mapping):
-        return {k if isinstance(k, (str, int)) else str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if isinstance(value, str):
-        return str(value)
-    return value
+    """Return a path or a text as a plain text, as YAML needs; other values unchanged."""
+    return str(value) if isinstance(value, (str, os.PathLike)) else value
