@@ -19,7 +19,8 @@ from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 WIDTH = 100
 MISTAKES = 20  # the most errors of one input that are printed
@@ -148,9 +149,16 @@ def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int | 
     return list(widths)
 
 
-def left_aligned_table(title: str, caption: str | None, **style: Any) -> Table:
-    """Return an empty table without a frame, for a live display."""
-    return Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=None, **style)
+def live_table(
+    title: str, caption: str, columns: Sequence[str | Column], rows: Iterable[Sequence[Any]], *, cut: bool = False
+) -> Table:
+    """Return a table without a frame for a live display. `cut`: cut long cells, instead of folding them."""
+    style: Any = {"title_justify": "left", "caption_justify": "left", "box": None, "pad_edge": False}
+    table = Table(*columns, title=visible(title), caption=visible(caption), **style)
+    for row in rows:
+        texts = ("" if cell is None else visible(str(cell)) for cell in row)
+        table.add_row(*(Text(text, no_wrap=cut, overflow="ellipsis" if cut else "fold") for text in texts))
+    return table
 
 
 def bars(title: str, values: Sequence[tuple[str, float]]) -> None:

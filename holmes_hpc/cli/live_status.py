@@ -9,8 +9,7 @@ import tty
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from rich.cells import cell_len
-from rich.table import Table
+from rich.table import Column, Table
 
 from holmes_hpc import console
 from holmes_hpc.errors import ConfigError
@@ -22,9 +21,6 @@ from holmes_hpc.submission.sweeps.sweep_table import live_display
 SCAN_SHARE = 0.1  # the share of time that looking for new runs may take
 # column -> the terminal's least width for it
 COLUMNS = {"run": 0, "last change": 100, "job": 80, "state": 0, "step": 0, "loss": 0, "step time": 0, "attempt": 100}
-
-
-_RUN, _STATE = 0, 3  # columns whose texts are cut
 
 
 def cells(status: Status) -> list[str]:
@@ -43,18 +39,12 @@ def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int 
     rows = sorted(statuses, key=lambda status: status.ended)[: max(1, height - 4)]
     counts = ", ".join(f"{count} {state}" for state, count in Counter(s.state for s in statuses).most_common())
     hidden += len(statuses) - len(rows)
-    title = console.visible(f"{time.strftime('%H:%M:%S')}  {counts or 'no runs'}")
-    table = console.left_aligned_table(title, f"{hidden} more; q leaves" if hidden else "q leaves", pad_edge=False)
-    columns = [index for index, least in enumerate(COLUMNS.values()) if width >= least]
-    texts = [[console.visible(cell) for cell in row] for row in ([*COLUMNS], *map(cells, rows))]
-    widths = {index: max(cell_len(row[index]) for row in texts) for index in columns}
-    widths[_STATE] = min(widths[_STATE], max(9, width // 4))
-    widths[_RUN] = min(widths[_RUN], max(8, width + 2 + widths[_RUN] - sum(w + 2 for w in widths.values())))
-    for index in columns:
-        table.add_column(texts[0][index], no_wrap=True, overflow="ellipsis", width=widths[index])
-    for row in texts[1:]:
-        table.add_row(*(row[index] for index in columns))
-    return table
+    shown = [name for name, least in COLUMNS.items() if width >= least]
+    max_widths = {"run": None, "state": max(9, width // 4)}  # other columns are not cut
+    columns = [Column(name, no_wrap=name not in max_widths, max_width=max_widths.get(name)) for name in shown]
+    texts = [[text for name, text in zip(COLUMNS, cells(row), strict=True) if name in shown] for row in rows]
+    caption = f"{hidden} more; q leaves" if hidden else "q leaves"
+    return console.live_table(f"{time.strftime('%H:%M:%S')}  {counts or 'no runs'}", caption, columns, texts, cut=True)
 
 
 def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:

@@ -157,16 +157,10 @@ def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
 def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
     """Return the table of a sweep for a terminal of `height` lines."""
     selected = select_rows(rows, max(5, height - 4))
-    columns, cells = table_cells(selected)
     counts = ", ".join(f"{count} {state}" for state, count in Counter(r.state for r in rows).most_common())
     num_hidden = len(rows) - len(selected)
-    caption = f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else None
-    table = console.left_aligned_table(f"{title}: {counted(len(rows), 'job')}: {counts}", caption)
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in cells:
-        table.add_row(*("" if c is None else str(c) for c in row))
-    return table
+    caption = f"{num_hidden} more: enlarge the terminal, or use --json" if num_hidden else ""
+    return console.live_table(f"{title}: {counted(len(rows), 'job')}: {counts}", caption, *table_cells(selected))
 
 
 def live_display() -> Live:
