@@ -1,6 +1,6 @@
 """The whole typed configuration of a run: its groups, and the keys outside groups."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
@@ -11,9 +11,9 @@ from holmes_hpc.config.models import TRIAL_MAX_HIDDEN
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, HolmesError, collected, raise_all
+from holmes_hpc.errors import Case, ConfigError, HolmesError, collected, raise_all
 from holmes_hpc.records.files import map_leaves
-from holmes_hpc.schema import REQUIRED, Checked, check, key, keys, make
+from holmes_hpc.schema import REQUIRED, Checked, key, keys, make
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class LauncherConfig(Checked, where="launcher", dotted=True):
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Configuration(Checked, where="configuration"):
     """All settings of a run. They are checked at construction and need no later check."""
 
     model: ModelSpec
@@ -58,23 +58,17 @@ class Configuration:
     run_dir: Annotated[str | None, key("the run directory; null: the run's name under $HOLMES_RUNS or runs/")] = None
 
     def __post_init__(self) -> None:
-        check(self, "configuration")
-        is_muon = self.train.optimizer == "muon"
-        if is_muon and self.plan.distributed_optimizer is None:
+        super().__post_init__()
+        if self.train.optimizer == "muon" and self.plan.distributed_optimizer is None:
             object.__setattr__(self, "plan", replace(self.plan, distributed_optimizer=False))
-        ConfigError.refuse(
-            "train.optimizer",
-            (
-                is_muon and self.plan.distributed_optimizer,
-                "Megatron-Core's Muon cannot be sharded over data-parallel ranks",
-                "add plan.distributed_optimizer=false",
-            ),
-            (is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon lacks fp16", "use train.dtype=bf16"),
-        )
+
+    def _mistakes(self) -> Iterator[Case]:
+        is_muon, place = self.train.optimizer == "muon", "train.optimizer"
+        problem = "Megatron-Core's Muon cannot be sharded over data-parallel ranks"
+        yield is_muon and self.plan.distributed_optimizer, problem, "add plan.distributed_optimizer=false", place
+        yield is_muon and self.train.dtype == "fp16", "Megatron-Core's Muon lacks fp16", "use train.dtype=bf16", place
         is_local = self.elastic.enabled and self.local
-        ConfigError.refuse(
-            "elastic", (is_local, "one machine has no spare node", "leave out --elastic, or launcher=local")
-        )
+        yield is_local, "one machine has no spare node", "leave out --elastic, or launcher=local", "elastic"
 
     @property
     def local(self) -> bool:

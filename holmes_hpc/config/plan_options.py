@@ -1,12 +1,12 @@
 """The configuration group `plan`: the user's fixed choices, and the limits of the planner's."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from holmes_hpc.config.renamed_keys import move_renamed
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import check, key
+from holmes_hpc.errors import Case
+from holmes_hpc.schema import Checked, key
 
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
@@ -31,7 +31,7 @@ def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connectio
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Checked, where="plan", dotted=True):
     """The configuration group `plan`. The planner chooses the values that are None or ``auto``."""
 
     strategy: Annotated[
@@ -121,20 +121,15 @@ class PlanOptions:
         for kind, option in OPTION_NAMES.items():
             if self.schedule == option:
                 object.__setattr__(self, "schedule", kind)
-        check(self, "plan", dotted=True)
+        super().__post_init__()
         move_renamed(self, "plan", "fabric_order", "pool_order")
-        ignored = edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections)
-        stages = len(self.layers_per_stage or ())
-        ConfigError.refuse(
-            "plan",
-            (ignored, ignored, "remove it, or use transport=holmes or schedule=eager_1f1b"),
-            (self.nodes == {}, "no pool is named", "use {POOL: NODES, …}, or null for all pools", "plan.nodes"),
-            (
-                self.pp and stages and stages != self.pp,
-                f"{stages} entries, pp is {self.pp}",
-                "give one number for each stage",
-                "plan.layers_per_stage",
-            ),
-        )
         if self.nodes is not None:
             object.__setattr__(self, "nodes", {str(k): v for k, v in self.nodes.items() if v is not None} or None)
+
+    def _mistakes(self) -> Iterator[Case]:
+        ignored = edges_ignored(self.transport, self.schedule, self.edge_dtype, self.edge_connections)
+        yield ignored, ignored, "remove it, or use transport=holmes or schedule=eager_1f1b", "plan"
+        yield self.nodes == {}, "no pool is named", "use {POOL: NODES, …}, or null for all pools", "plan.nodes"
+        stages, place = len(self.layers_per_stage or ()), "plan.layers_per_stage"
+        is_odd = self.pp and stages and stages != self.pp
+        yield is_odd, f"{stages} entries, pp is {self.pp}", "give one number for each stage", place

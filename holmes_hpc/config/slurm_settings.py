@@ -1,18 +1,18 @@
 """The configuration group `slurm`: a site's own settings for jobs, for all components or for those of one pool."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from holmes_hpc.config.renamed_keys import move_renamed
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.schema import check, key
+from holmes_hpc.errors import Case
+from holmes_hpc.schema import Checked, key
 from holmes_hpc.slurm.scontrol import minutes
 
 
 @dataclass(frozen=True)
-class ComponentSettings:
+class ComponentSettings(Checked, where="slurm"):
     """The resources that a job component requests besides nodes; null: Slurm's default."""
 
     account: Annotated[str | None, key("as sbatch --account")] = None
@@ -39,15 +39,9 @@ class ComponentSettings:
         Mapping[str, bool | int | float | str | None] | None, key("any other sbatch option: {switches: 1}")
     ] = None
 
-    def __post_init__(self) -> None:
-        check(self, "slurm")
-        self._check_memory()
-
-    def _check_memory(self) -> None:
+    def _mistakes(self) -> Iterator[Case]:
         is_wrong = isinstance(self.mem, str) and not re.fullmatch(r"\d+(\.\d+)?([KMGT]B?)?", self.mem, re.IGNORECASE)
-        ConfigError.refuse(
-            "", (is_wrong, f"slurm.mem is {self.mem!r}", "use megabytes, or a number with K, M, G or T: 64G")
-        )
+        yield is_wrong, f"slurm.mem is {self.mem!r}", "use megabytes, or a number with K, M, G or T: 64G", ""
 
     def specified(self) -> dict[str, Any]:
         """Return the settings of a component that have a value, by name, without `share`."""
@@ -64,7 +58,7 @@ class ComponentSettings:
 
 
 @dataclass(frozen=True)
-class PoolSettings(ComponentSettings):
+class PoolSettings(ComponentSettings, where="slurm"):
     """The settings of one pool's components, and of how their ranks are started.
     They are for partitions with another CPU architecture or module tree, for example."""
 
@@ -79,7 +73,7 @@ class PoolSettings(ComponentSettings):
 
 
 @dataclass(frozen=True)
-class SlurmSettings(ComponentSettings):
+class SlurmSettings(ComponentSettings, where="slurm", dotted=True):
     """The site's settings of all components and of the job; `pools` has settings of single pools."""
 
     timeout_min: Annotated[
@@ -101,14 +95,11 @@ class SlurmSettings(ComponentSettings):
     fabrics: Annotated[Mapping[str, PoolSettings | None] | None, key("deprecated: the former name of `pools`")] = None
 
     def __post_init__(self) -> None:
-        check(self, "slurm", dotted=True)
-        self._check_memory()
+        super().__post_init__()
         move_renamed(self, "slurm", "fabrics", "pools")
-        ConfigError.refuse(
-            "",
-            (
-                isinstance(self.timeout_min, str) and not minutes(self.timeout_min),
-                f"slurm.timeout_min is {self.timeout_min!r}",
-                "use minutes (1 or more), or a time in Slurm's format: 1:30:00, 1-12:00:00",
-            ),
-        )
+
+    def _mistakes(self) -> Iterator[Case]:
+        yield from super()._mistakes()
+        is_wrong = isinstance(self.timeout_min, str) and not minutes(self.timeout_min)
+        hint = "use minutes (1 or more), or a time in Slurm's format: 1:30:00, 1-12:00:00"
+        yield is_wrong, f"slurm.timeout_min is {self.timeout_min!r}", hint
