@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -105,24 +105,10 @@ def interrupt_here() -> None:
         raise KeyboardInterrupt
 
 
-def _run(command: Sequence[str], timeout_s: float, **variables: str) -> Answer:
-    """Run the command in a clean environment with `variables`, shielded from Ctrl-C.
-
-    After `timeout_s` the answer has the code TIMED_OUT and the output so far. Raise OSError if it cannot start."""
-    try:
-        options = {"capture_output": True, "text": True, "errors": "replace", "check": False, **_apart(variables)}
-        result = subprocess.run(command, timeout=timeout_s, **options)
-    except subprocess.TimeoutExpired as e:
-        stdout = e.stdout or b""
-        text = stdout if isinstance(stdout, str) else stdout.decode(errors="replace")
-        return Answer(TIMED_OUT, text, f"{command[0]}: Socket timed out after {timeout_s:.0f} s")
-    return Answer(result.returncode, result.stdout, result.stderr)
-
-
-def _apart(variables: Mapping[str, str] | None = None) -> dict[str, Any]:
+def _apart(**variables: str) -> dict[str, Any]:
     """Return the arguments of subprocess for a clean environment with `variables`, shielded from Ctrl-C.
     A terminal sends Ctrl-C to its whole session."""
-    environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **(variables or {})}
+    environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **variables}
     return {"env": environment, "stdin": subprocess.DEVNULL, "start_new_session": True}
 
 
@@ -136,15 +122,22 @@ def _missing_conf() -> str:
 
 def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
     """Run one of Slurm's commands and return its answer, whether it succeeded or not.
-    `seconds_as_epoch`: it prints times in Unix seconds. Raise SubmissionError if it is not installed."""
+
+    After `timeout_s` the answer has the code TIMED_OUT and the output so far. `seconds_as_epoch`: it prints times in
+    Unix seconds. Raise SubmissionError if it is not installed."""
     if error := _missing_conf():
         return Answer(1, "", error)
     variables = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
+    options = {"capture_output": True, "text": True, "errors": "replace", "check": False, **_apart(**variables)}
     try:
-        return _run(command, timeout_s, **variables)
+        result = subprocess.run(command, timeout=timeout_s, **options)
     except FileNotFoundError as e:
         hint = "load Slurm's client commands, or bring the testbed up; " + NO_SLURM_HINT
         raise SubmissionError(f"no {command[0]} on this machine", where="Slurm", hint=hint) from e
+    except subprocess.TimeoutExpired as e:
+        text = (e.stdout or b"").decode(errors="replace")  # bytes, even in text mode
+        return Answer(TIMED_OUT, text, f"{command[0]}: Socket timed out after {timeout_s:.0f} s")
+    return Answer(result.returncode, result.stdout, result.stderr)
 
 
 def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
