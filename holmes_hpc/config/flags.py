@@ -54,7 +54,9 @@ class Flag:
                 raise ConfigError(f"{text!r} is not whole numbers", where=self.name, hint="write 26,22")
             return parts
         if self.type is bool:
-            return yes_or_no(text, self.name)
+            is_odd = text not in ("yes", "no")
+            ConfigError.refuse(self.name, (is_odd, f"{text!r} is neither yes nor no", "write yes or no"))
+            return text == "yes"
         if any(part.count("=") != 1 for part in parts):
             raise ConfigError(f"{text!r} is not POOL=NODES,…", where=self.name, hint="write ib-a=4,roce-a=4")
         return dict(part.split("=") for part in parts)
@@ -62,13 +64,6 @@ class Flag:
     def override(self, value: Any) -> str:
         """Return the override that sets the key to `value`."""
         return f"{self.key}={to_override_text(value)}"
-
-
-def yes_or_no(text: str, where: str) -> bool:
-    """Return whether `text` is yes. ConfigError if it is neither yes nor no. `where`: the option, for the error."""
-    if text not in ("yes", "no"):
-        raise ConfigError(f"{text!r} is neither yes nor no", where=where, hint="write yes or no")
-    return text == "yes"
 
 
 def to_override_text(value: Any) -> str:

@@ -46,14 +46,6 @@ def option(group: str, name: str) -> dict[str, Any] | None:
     return None if changes is None else defaults | changes
 
 
-def named(name: str) -> list[str]:
-    """Return the full names of the keys called `name` in any group (``lr`` -> ``train.lr``).
-    If `name` is a group, or a key without a group, return only `name`."""
-    if name in GROUPS or name in keys(Configuration):
-        return [name]
-    return [f"{group}.{name}" for group, cls in GROUPS.items() if name in keys(cls)]
-
-
 def suggested_override(value: str) -> str | None:
     """Return the override that a value without its key can mean, ``model=VALUE`` or ``batch=VALUE``; else None."""
     return next(
@@ -81,8 +73,9 @@ def meant_keys(unknown: str) -> list[str]:
     group, _, name = unknown.rpartition(".")
     all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
     names = {key: key.rpartition(".")[2] for key in all_keys}
+    same_name = [name] if name in all_keys else [key for key in all_keys if names[key] == name]
     mistyped = [key for key in all_keys if is_typo(unknown, key) or (not group and is_typo(name, names[key]))]
-    if matches := (group and mistyped) or named(name) or mistyped:
+    if matches := (group and mistyped) or same_name or mistyped:
         return matches
     candidates = [key for key in all_keys if group not in GROUPS or key.startswith(f"{group}.")]
     similar = difflib.get_close_matches(name, {names[key] for key in candidates}, 3, 0.8)
