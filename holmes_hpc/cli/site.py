@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -110,7 +110,7 @@ def probe(
     if check:
         with console.waiting("asking Slurm"):
             findings = node_facts.check_here(nics, vocabulary, node)
-    document = {**report.probe_dict(nics), "findings": [f.to_dict() for f in findings]}
+    document = {**report.probe_dict(nics), "findings": list(map(asdict, findings))}
     console.output(json, document, *report.probe_tables(nics))
     if not json:
         console.text(f"features: {','.join(labels.features_of(nics))}")
@@ -142,7 +142,7 @@ def label(
     temporary = ["# until slurmctld restarts (`holmes label --apply` runs it):", *map(" ".join, commands)]
     instructions = ["# in slurm.conf, in the NodeName lines of these nodes:", *lines, *(temporary if commands else [])]
     if json:
-        console.as_json({"slurm_conf": lines, "scontrol": commands, "findings": [f.to_dict() for f in findings]})
+        console.as_json({"slurm_conf": lines, "scontrol": commands, "findings": list(map(asdict, findings))})
     else:
         for line in labels.difference_lines(changes) if apply else instructions:
             console.text(line)
@@ -173,7 +173,7 @@ def doctor(
         config, settings = _read_settings(with_flags(flags, overrides))
         findings = checks.ordered(findings + checks.examine(settings, ask_nodes, config.site_file))
     if json:
-        console.as_json([f.to_dict() for f in findings])
+        console.as_json(list(map(asdict, findings)))
     elif findings:
         console.table(*report.findings_table("Findings", findings))
     else:

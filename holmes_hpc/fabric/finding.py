@@ -1,8 +1,7 @@
 """A fault or fact found by a check: the common result of all checks in this package, for the entry points to print."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from holmes_hpc.errors import NetworkError
 
@@ -24,9 +23,6 @@ class Finding:
 
     def __str__(self) -> str:
         return " ".join(f"{self.level}: {self.where}: {self.what}; {self.hint}".split())
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def raise_errors(findings: Iterable[Finding]) -> None:

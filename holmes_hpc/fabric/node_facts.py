@@ -71,13 +71,6 @@ class Facts:
     gpu_memory_gib: float | None = None
     gpus: int = 0
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "nic": str(self.nic)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "Facts":
-        return msgspec.convert(data, cls)
-
 
 def facts_of(
     node: str,
@@ -255,7 +248,7 @@ def _parse_answer(line: str) -> Facts | None:
     try:
         data = json.loads(line[len(MARK) :])
         skew_s = float(data.pop("clock")) - time.time()
-        return Facts.from_dict({**data, "skew_s": skew_s})
+        return msgspec.convert({**data, "skew_s": skew_s}, Facts)
     except (ValueError, KeyError, TypeError, msgspec.ValidationError):
         return None
 
@@ -286,7 +279,7 @@ def main(arguments: Sequence[str]) -> None:
     if gpus := nvidia_smi():
         facts = replace(facts, gpus=len(gpus), gpu=gpus[0][0], gpu_memory_gib=gpus[0][1])
     facts = replace(facts, software=software(), missing="" if not shared or Path(shared).exists() else shared)
-    sys.stdout.write(MARK + json.dumps({**facts.to_dict(), "clock": time.time()}) + "\n")
+    sys.stdout.write(MARK + json.dumps({**asdict(facts), "clock": time.time()}) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 import json
 import os
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import trees
 from slurm_text import node, partition, partition_line
@@ -202,7 +203,7 @@ def test_facts_of_a_node_that_slurm_mislabels(tmp_path) -> None:
     assert (found.ethernet, found.network) == ("eth0", "10.0.0.0/24")
     assert [f.what[:15] for f in found.findings] == ["Slurm's feature", "NCCL_NET=Socket"]
     assert facts_of("n1", nics, None, {}, files=[]).findings == ()
-    assert Facts.from_dict(found.to_dict()) == found
+    assert msgspec.convert(json.loads(json.dumps(asdict(found))), Facts) == found
 
 
 def test_check_here(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
@@ -246,7 +247,7 @@ def srun(monkeypatch: pytest.MonkeyPatch, tmp_path):
 
 
 def answer(name: str, late_s: float = 0.0) -> str:
-    return f"echo '{MARK}" + json.dumps({**facts(name).to_dict(), "clock": time.time() + late_s}) + "'"
+    return f"echo '{MARK}" + json.dumps({**asdict(facts(name)), "clock": time.time() + late_s}) + "'"
 
 
 @pytest.mark.integration
