@@ -78,6 +78,10 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     job_class = SlurmHetJob
     task_module = "holmes_hpc.submission.executor.task"
+    # Abstract in submitit, which calls them only in the method that `_submit_command` replaces.
+    _num_tasks: Any = None
+    _make_submission_command: Any = None
+    _get_job_id_from_submission_command: Any = None
 
     def __init__(
         self,
@@ -197,22 +201,11 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """Return the command of each component's tasks: `command`, or the same with the component's own Python."""
         return [command if part.python is None else self._command(part.python) for part in request.components]
 
-    def _num_tasks(self) -> int:
-        return self.request().ranks
-
     def _text(self, request: JobRequest, command: str) -> str:
         return script_text(request, self._commands(request, command))
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._text(self._request(self.parameters, token=f"holmes-{uid}"), command)
-
-    def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        return ["sbatch", "--parsable", str(submission_file_path)]
-
-    @staticmethod
-    def _get_job_id_from_submission_command(string: str | bytes) -> str:
-        text = string if isinstance(string, str) else string.decode()
-        return text.strip().split(";")[0].split()[-1]
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         """Submit a job as submitit does, but after preflight, only once even if Slurm's answer is lost, and with a
