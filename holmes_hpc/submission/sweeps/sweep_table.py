@@ -168,20 +168,16 @@ def live_display() -> Live:
     return Live(console=Console(markup=False, highlight=False), auto_refresh=False)
 
 
-def show_live(directory: str | os.PathLike[str]) -> list[SweepRow]:
-    """Show the table of a sweep on the terminal until all jobs have ended, or until Ctrl-C. Return the last rows."""
+def show_live(directory: str | os.PathLike[str]) -> None:
+    """Show the table of a sweep on the terminal until all jobs have ended, or until Ctrl-C."""
     rows = sweep_status(directory)
-    with live_display() as display:
-        try:
-            while True:
-                display.update(live_table(str(directory), rows, display.console.height), refresh=True)
-                if all(r.ended for r in rows):
-                    break
-                time.sleep(console.REFRESH_S)
-                rows = sweep_status(directory, mode="standard")
-        except KeyboardInterrupt:
-            pass
-    return rows
+    with live_display() as display, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            display.update(live_table(str(directory), rows, display.console.height), refresh=True)
+            if all(r.ended for r in rows):
+                return
+            time.sleep(console.REFRESH_S)
+            rows = sweep_status(directory, mode="standard")
 
 
 def is_sweep(directory: str | os.PathLike[str]) -> bool:
