@@ -2,15 +2,19 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError
 
 # Daemons and network tools are in sbin, which may be missing in a user's PATH.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+Show = Callable[[str], None]  # of a line, to the user
 
 
 def system_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -51,25 +55,40 @@ def succeeds(argv: Sequence[str]) -> bool:
 
 
 def run_showing(
-    argv: Sequence[str], env: Mapping[str, str], show: Callable[[str], None], kill: bool = False
+    argv: Sequence[str], env: Mapping[str, str], show: Show, kill: bool = False, cwd: Path | None = None
 ) -> str | None:
     """Run a long command and call `show` with each line of its output. Return None if it succeeds, else its last error.
 
-    `kill`: whether to kill the command if this process is interrupted. A killed command must be repeatable."""
+    `kill`: whether to kill the command with its children if this process is interrupted. A killed command must be
+    repeatable. `cwd`: the directory in which it runs; None: this one's."""
     error = ""
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(list(argv), env=env, text=True, errors="replace", **streams) as process:
+    options: Any = {"cwd": cwd, "text": True, "errors": "replace", "start_new_session": kill, **streams}
+    with subprocess.Popen(list(argv), env=env, **options) as process:
         assert process.stdout is not None
         try:
-            for line in map(str.strip, process.stdout):
+            for line in map(str.rstrip, process.stdout):
                 if line.startswith("E:") or (line and not error.startswith("E:")):
                     error = line
                 show(line)
         except BaseException:
             if kill:
-                process.kill()
+                os.killpg(process.pid, signal.SIGKILL)
             raise
     return None if process.returncode == 0 else error
+
+
+def sparsely(show: Show, pause_s: float) -> Show:
+    """Return a function that calls `show` with a line, but not within `pause_s` after its last call or the start."""
+    last_shown = time.monotonic()
+
+    def show_if_due(line: str) -> None:
+        nonlocal last_shown
+        if time.monotonic() - last_shown > pause_s:
+            last_shown = time.monotonic()
+            show(line)
+
+    return show_if_due
 
 
 def is_root() -> bool:

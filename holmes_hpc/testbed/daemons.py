@@ -14,7 +14,7 @@ from typing import Any
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.tables import read_table
 from holmes_hpc.testbed import slurm_prefix, slurmconf, userland
-from holmes_hpc.testbed.commands import SYSTEM_PATH, run, system_env
+from holmes_hpc.testbed.commands import SYSTEM_PATH, Show, run, sparsely, system_env
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.processes import MARK, SERVERS
 from holmes_hpc.testbed.record import write_private
@@ -121,13 +121,11 @@ def create_database(testbed: Testbed) -> None:
 
 @dataclass(frozen=True)
 class Daemon:
-    """A daemon to start. `argv`: its command line; `answers`: returns whether it is ready; `enters_release`: whether
-    `argv` itself switches to the programs of another Debian release."""
+    """A daemon to start. `argv`: its command line; `answers`: returns whether it is ready."""
 
     name: str
-    argv: tuple[str, ...]
+    argv: Sequence[str]
     answers: Callable[[], bool]
-    enters_release: bool = False
 
 
 def _listens(address: str | tuple[str, int]) -> bool:
@@ -152,13 +150,13 @@ def server_daemon(testbed: Testbed, name: str) -> Daemon:
     argv = _command(testbed, name)
     if name.startswith("slurm") and testbed.auth == slurmconf.SLURM:
         argv = ["unshare", "--mount", *_with_socket_folder(testbed, name, name, argv)]
-    return Daemon(name, tuple(argv), partial(_listens, addresses[name]))
+    return Daemon(name, userland.private_command(testbed.userland, argv), partial(_listens, addresses[name]))
 
 
 def slurmd_daemon(testbed: Testbed, node: str) -> Daemon:
     argv = node_command(testbed, node, ["slurmd", "-D", "-N", node, "-f", str(testbed.paths.slurm_conf)])
     # The controller's list of nodes shows whether it answers. A test connection would be an error in its log.
-    return Daemon(f"slurmd.{node}", tuple(argv), lambda: True, enters_release=True)
+    return Daemon(f"slurmd.{node}", argv, lambda: True)
 
 
 _CHILDREN: list[subprocess.Popen[bytes]] = []  # daemons outlive this program, unless it removes the testbed itself
@@ -169,9 +167,7 @@ def reap() -> None:
     _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
 
 
-def start(
-    daemons: Iterable[Daemon], testbed: Testbed, timeout_s: float, progress: Callable[[str], None]
-) -> Callable[[], None]:
+def start(daemons: Iterable[Daemon], testbed: Testbed, timeout_s: float, progress: Show) -> Callable[[], None]:
     """Start all daemons and wait until each answers. Return a function that raises TestbedError if one has died since.
 
     `progress`: called with a line about a daemon that does not answer yet. Raise TestbedError, with the daemon's last
@@ -179,36 +175,28 @@ def start(
     paths = testbed.paths
     started = []
     for daemon in daemons:
-        argv = daemon.argv if daemon.enters_release else userland.private_command(testbed.userland, daemon.argv)
         options: Any = {"cwd": paths.run, "start_new_session": True, "umask": 0o022}
         options["env"] = system_env({**testbed.env(), **testbed.mark})
         with (paths.log / f"{daemon.name}.out").open("wb") as out:
             streams: Any = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": subprocess.STDOUT}
-            process = subprocess.Popen(argv, **streams, **options)
+            process = subprocess.Popen(daemon.argv, **streams, **options)
         started.append((daemon, process))
         _CHILDREN.append(process)
-    start_time = last_progress = time.monotonic()
-    deadline = start_time + timeout_s
-    for daemon, process in started:
-        while not daemon.answers():
-            _raise_if_ended(daemon, process, paths)
-            if time.monotonic() > deadline:
-                raise _daemon_error(daemon, paths, f"no answer within {timeout_s:g} s")
-            if (now := time.monotonic()) - last_progress > PROGRESS_S:
-                last_progress = now
-                progress(f"waiting for {daemon.name} to answer, {now - start_time:.0f} s of at most {timeout_s:g}")
-            time.sleep(0.05)
 
     def check_alive() -> None:
         for daemon, process in started:
-            _raise_if_ended(daemon, process, paths)
+            if process.poll() is not None:
+                raise _daemon_error(daemon, paths, f"ended with exit code {process.returncode}")
 
+    start_time, show = time.monotonic(), sparsely(progress, PROGRESS_S)
+    for daemon, _ in started:
+        while not daemon.answers():
+            check_alive()
+            if (waited_s := time.monotonic() - start_time) > timeout_s:
+                raise _daemon_error(daemon, paths, f"no answer within {timeout_s:g} s")
+            show(f"waiting for {daemon.name} to answer, {waited_s:.0f} s of at most {timeout_s:g}")
+            time.sleep(0.05)
     return check_alive
-
-
-def _raise_if_ended(daemon: Daemon, process: subprocess.Popen[bytes], paths: Paths) -> None:
-    if process.poll() is not None:
-        raise _daemon_error(daemon, paths, f"ended with exit code {process.returncode}")
 
 
 def _daemon_error(daemon: Daemon, paths: Paths, problem: str) -> TestbedError:

@@ -2,13 +2,13 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.tables import read_table
-from holmes_hpc.testbed.commands import is_installed, run_showing, succeeds, system_env
+from holmes_hpc.testbed.commands import Show, is_installed, run_showing, succeeds, system_env
 
 TABLE: dict[str, Any] = read_table(__file__)
 _NAMES = ("nodes", "database", "munge", "debootstrap", "build")
@@ -29,7 +29,7 @@ def _choose_package(choices: Sequence[str]) -> str:
     return next((name for name in preferred if succeeds(["apt-cache", "show", name])), fallback)
 
 
-def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], None]) -> None:
+def install(programs: Mapping[str, Sequence[str]], progress: Show) -> None:
     """Install those `programs` (program or file -> packages) that are missing. `down` does not remove them.
     `progress`: called with a line about each activity. Raise TestbedError if there is no apt-get, or if it fails."""
     missing = [program for program in programs if not _exists(program)]
@@ -56,7 +56,7 @@ def install(programs: Mapping[str, Sequence[str]], progress: Callable[[str], Non
         raise TestbedError(problem, where="testbed", hint=f"install {names} yourself")
 
 
-def _apt(arguments: list[str], progress: Callable[[str], None]) -> str | None:
+def _apt(arguments: list[str], progress: Show) -> str | None:
     """Run apt-get with `arguments`. Return None if it succeeds, else its last error."""
     env = system_env({"DEBIAN_FRONTEND": "noninteractive", "NEEDRESTART_SUSPEND": "1"})
     env.update({key: value for key, value in os.environ.items() if key.lower().endswith("_proxy")})

@@ -3,20 +3,16 @@
 It can be built here from Slurm's source, a folder or a tarball. Later testbeds reuse the build.
 """
 
-import contextlib
 import hashlib
 import os
 import re
 import shutil
-import subprocess
 import tarfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import packages
-from holmes_hpc.testbed.commands import run, system_env
+from holmes_hpc.testbed.commands import Show, run, run_showing, sparsely, system_env
 from holmes_hpc.testbed.record import locked
 from holmes_hpc.testbed.slurmconf import MUNGE, SLURM
 
@@ -80,7 +76,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "holmes" / "slurm"
 
 
-def build(source: Path, progress: Callable[[str], None]) -> Path:
+def build(source: Path, progress: Show) -> Path:
     """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix.
 
     A build takes some minutes on all cores, and 200 MB. Raise TestbedError if there is no source, or, with the last
@@ -95,21 +91,31 @@ def build(source: Path, progress: Callable[[str], None]) -> Path:
     return folder / "slurm"
 
 
-def _build(source: Path, folder: Path, progress: Callable[[str], None]) -> None:
-    """Build Slurm from `source` and install it into slurm/ in `folder`. A file MARKER shows that it is complete."""
+def _build(source: Path, folder: Path, progress: Show) -> None:
+    """Build Slurm from `source` and install it into slurm/ in `folder`. A file MARKER shows that it is complete.
+    Raise TestbedError if a command of the build fails."""
     unpacked, work, prefix, log = folder / "source", folder / "build", folder / "slurm", folder / "build.log"
     for leftover in (unpacked, work, prefix):
         shutil.rmtree(leftover, ignore_errors=True)
-    tree = _unpack(source, unpacked)
+    configure = _unpack(source, unpacked) / "configure"
     packages.install(packages.BUILD, progress)
     work.mkdir()
-    with log.open("wb") as out:
-        for argv in (
-            [str(tree / "configure"), f"--prefix={prefix}", f"--sysconfdir={prefix}/etc", *OPTIONS, f"CFLAGS={FLAGS}"],
-            ["make", f"-j{len(os.sched_getaffinity(0))}"],
-            ["make", "install"],
-        ):
-            _run_step(argv, work, out=out.fileno(), log=log, where=f"--slurm-source {source}", progress=progress)
+    show_progress = sparsely(lambda line: progress(f"building Slurm: {line[:80]}"), PROGRESS_S)
+    steps = {
+        "configure": [str(configure), f"--prefix={prefix}", f"--sysconfdir={prefix}/etc", *OPTIONS, f"CFLAGS={FLAGS}"],
+        "make": ["make", f"-j{len(os.sched_getaffinity(0))}"],
+        "make install": ["make", "install"],
+    }
+    with log.open("w", encoding="utf-8") as out:
+
+        def show(line: str) -> None:
+            out.write(f"{line}\n")
+            show_progress(line)
+
+        for name, argv in steps.items():
+            if (error := run_showing(argv, system_env(), show, kill=True, cwd=work)) is not None:
+                where = f"--slurm-source {source}"
+                raise TestbedError(f"{name} failed: {error or 'no output'}", where=where, hint=f"see {log}")
     shutil.rmtree(work)
     shutil.rmtree(unpacked, ignore_errors=True)
     (folder / MARKER).touch()
@@ -140,31 +146,3 @@ def _unpack(source: Path, target: Path) -> Path:
         hint = "give the folder, or the tarball, of a release of Slurm's source"
         raise TestbedError("contains no Slurm (configure, META)", where=where, hint=hint)
     return tree
-
-
-def _run_step(
-    argv: Sequence[str], work: Path, out: int, log: Path, where: str, progress: Callable[[str], None]
-) -> None:
-    """Run one command of the build, with its output in `log` (descriptor `out`). Raise TestbedError if it fails."""
-    start, name = time.monotonic(), Path(argv[0]).name + "".join(f" {arg}" for arg in argv[1:] if arg == "install")
-    with subprocess.Popen(
-        argv, cwd=work, env=system_env(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
-    ) as process:
-        try:
-            while process.poll() is None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(PROGRESS_S)
-                    break
-                progress(f"building Slurm: {name}, {time.monotonic() - start:.0f} s: {_last_line(log)[:80]}")
-        except BaseException:
-            os.killpg(process.pid, 9)
-            raise
-    if process.returncode:
-        raise TestbedError(f"{name} failed: {_last_line(log)}", where=where, hint=f"see {log}")
-
-
-def _last_line(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "no output"

@@ -17,7 +17,7 @@ from typing import Any
 
 from holmes_hpc.errors import TestbedError, nearest
 from holmes_hpc.testbed import daemons, network, packages, processes, slurm_prefix, topology, userland
-from holmes_hpc.testbed.commands import SYSTEM_PATH, require_machine, system_env
+from holmes_hpc.testbed.commands import SYSTEM_PATH, Show, require_machine, sparsely, system_env
 from holmes_hpc.testbed.daemons import Testbed
 from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.record import FILE, Record, locked, remove_files, state_dir
@@ -54,7 +54,7 @@ def up(
     *,
     slurm: str | Path | None = None,
     source: str | Path | None = None,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Show = lambda _: None,
 ) -> None:
     """Create the testbed and wait until every node can run jobs. If it is up, repair it where necessary.
 
@@ -103,7 +103,7 @@ def up(
             raise
 
 
-def _requested_prefix(slurm: str | Path | None, source: str | Path | None, progress: Callable[[str], None]) -> str:
+def _requested_prefix(slurm: str | Path | None, source: str | Path | None, progress: Show) -> str:
     """Return the prefix of the requested Slurm, which is built from `source` if needed; empty for a packaged one."""
     if source is not None:
         return str(slurm_prefix.build(Path(source), progress))
@@ -111,9 +111,7 @@ def _requested_prefix(slurm: str | Path | None, source: str | Path | None, progr
     return str(Path(prefix).absolute()) if prefix else ""
 
 
-def _create(
-    directory: Path, text: str, release: str, prefix: str, is_new: bool, progress: Callable[[str], None]
-) -> None:
+def _create(directory: Path, text: str, release: str, prefix: str, is_new: bool, progress: Show) -> None:
     layout = topology.parse(text, str(directory / FILE))
     auth, programs = MUNGE, packages.SLURM if release == userland.NATIVE else packages.DEBOOTSTRAP
     if prefix:
@@ -152,8 +150,8 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
     return Record(prefix, subnet, ports, secrets.token_hex(16), release, text, namespaces, is_new, run_netns)
 
 
-def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Callable[[str], None]) -> None:
-    """Start the servers named in `programs`, in the order of their needs; slurmctld needs its cluster in slurmdbd."""
+def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Show) -> None:
+    """Start the servers named in `programs`, each after those that it needs; before slurmctld, record its cluster."""
     query = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
     for program in (name for name in testbed.servers if name in programs):
         if program == "slurmctld" and CLUSTER not in testbed.slurm(query, daemon="slurmdbd").split():
@@ -172,22 +170,20 @@ def is_registered(state: str) -> bool:
     return not state.endswith("*") and not state.startswith(UNAVAILABLE)
 
 
-def _wait_for_nodes(testbed: Testbed, progress: Callable[[str], None], check_alive: Callable[[], None]) -> None:
+def _wait_for_nodes(testbed: Testbed, progress: Show, check_alive: Callable[[], None]) -> None:
     """Wait until every node is registered. `check_alive`: raises TestbedError if a slurmd has died."""
-    start = last_progress = time.monotonic()
+    start, show = time.monotonic(), sparsely(progress, daemons.PROGRESS_S)
     while True:
         states = _node_states(testbed)
         unregistered = [node for node, state in states.items() if not is_registered(state)]
         check_alive()
         if not unregistered:
             return
-        if time.monotonic() > start + READY_S:
+        if (waited_s := time.monotonic() - start) > READY_S:
             node_states = ", ".join(f"{node} is {states[node]}" for node in unregistered[:5])
             hint = f"check that no firewall drops traffic of {testbed.wiring.uplink}"
             raise TestbedError(f"{node_states} after {READY_S} s", where="testbed", hint=hint)
-        if (now := time.monotonic()) - last_progress > daemons.PROGRESS_S:
-            last_progress = now
-            progress(f"waiting for {', '.join(unregistered)} to register, {now - start:.0f} s of at most {READY_S}")
+        show(f"waiting for {', '.join(unregistered)} to register, {waited_s:.0f} s of at most {READY_S}")
         time.sleep(0.1)
 
 
@@ -210,7 +206,7 @@ def _daemons_alive(testbed: Testbed) -> dict[str, bool]:
     return {program: program in servers for program in testbed.servers} | of_nodes
 
 
-def _repair(testbed: Testbed, progress: Callable[[str], None]) -> bool:
+def _repair(testbed: Testbed, progress: Show) -> bool:
     """Restart the daemons that have died. Return False if the testbed must be recreated."""
     if not network.is_complete(testbed.wiring):
         return False
@@ -312,7 +308,7 @@ def env() -> dict[str, str]:
 # --- down -------------------------------------------------------------------------------------------------------------
 
 
-def down(progress: Callable[[str], None] = lambda _: None) -> bool:
+def down(progress: Show = lambda _: None) -> bool:
     """Remove everything that `up` created, also after a killed `up` or crashed daemons. Return whether there was a
     testbed. `progress`: called with a line about the activity. Raise TestbedError if something cannot be removed."""
     directory = state_dir()

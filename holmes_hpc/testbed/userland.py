@@ -6,13 +6,12 @@ The mounts end with the process, so the machine's mount table stays unchanged.
 """
 
 import shutil
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from holmes_hpc.errors import TestbedError
 from holmes_hpc.testbed import packages
-from holmes_hpc.testbed.commands import is_installed, run_showing, system_env
+from holmes_hpc.testbed.commands import Show, is_installed, run_showing, sparsely, system_env
 
 NATIVE = "bookworm"  # stands for the machine's own Slurm, whatever its release is
 RELEASES = (NATIVE, "trixie")
@@ -50,7 +49,7 @@ def private_command(root: Path | None, argv: Sequence[str]) -> list[str]:
     return list(argv) if root is None else ["unshare", "--mount", *enter_command(root, argv)]
 
 
-def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable[[str], None]) -> None:
+def create(root: Path, release: str, mark: Mapping[str, str], progress: Show) -> None:
     """Fetch a Debian release into `root`. It takes a minute or two and half a gigabyte. `mark`: see Testbed.mark.
     Raise TestbedError if debootstrap is missing or fails, or if this machine's /bin and /lib are not below /usr."""
     is_merged = Path("/lib").is_symlink() and Path("/bin").is_symlink()
@@ -63,14 +62,7 @@ def create(root: Path, release: str, mark: Mapping[str, str], progress: Callable
     include = f"--include={','.join(packages.TABLE['release'])}"
     argv = ["unshare", "--mount", "debootstrap", "--variant=minbase", include, release, str(root)]
     progress(f"fetching Debian {release} (half a gigabyte, a minute or two)")
-    last_shown = time.monotonic()
-
-    def show(line: str) -> None:
-        nonlocal last_shown
-        if time.monotonic() - last_shown > 5:
-            last_shown = time.monotonic()
-            progress(line.removeprefix("I: "))
-
+    show = sparsely(lambda line: progress(line.removeprefix("I: ")), 5)
     error = run_showing(argv, system_env(mark), show, kill=True)
     if error is not None:
         hint = "check that the Debian mirror can be reached"

@@ -296,7 +296,7 @@ def test_drained_and_reserved_nodes_count_as_registered() -> None:
 def test_progress_names_a_slow_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daemons, "PROGRESS_S", 0.0)
     messages: list[str] = []
-    slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(messages) > 1, enters_release=True)
+    slow = daemons.Daemon("slurmctld", ("sleep", "600"), lambda: len(messages) > 1)
     fake_testbed = SimpleNamespace(paths=SimpleNamespace(log=tmp_path, run=tmp_path), env=dict, mark={})
     try:
         daemons.start([slow], fake_testbed, 60, messages.append)  # type: ignore[arg-type]
