@@ -2,7 +2,7 @@
 
 import contextlib
 import difflib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 # (whether it is wrong, what is wrong, hint), and the place if it differs from that of other cases.
@@ -28,6 +28,13 @@ class HolmesError(Exception):
         for is_wrong, what, hint, *place in cases:
             if is_wrong:
                 raise cls(what, where=place[0] if place else where, hint=hint)
+
+    @classmethod
+    def refuse_unknown(cls, what: str, names: Iterable[Any], choices: Collection[str], where: str) -> None:
+        """Raise this error for the first of `names` that is no choice. `what`: the text before it, such as no pool."""
+        for name in names:
+            if name not in choices:
+                raise cls(f"{what} {name!r}", where=where, hint=nearest(str(name), choices))
 
     @classmethod
     @contextlib.contextmanager

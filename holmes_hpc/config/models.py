@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.errors import ConfigError, nearest
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.schema import make
 from holmes_hpc.tables import read_table
 
@@ -41,8 +41,7 @@ BATCHES: dict[str, Batch] = {name: Batch(*sizes) for name, sizes in _TABLE["batc
 
 def named(name: str) -> ModelSpec:
     """Return the model called `name`; for an unknown name, raise a ConfigError that suggests the nearest one."""
-    if name not in MODELS:
-        raise ConfigError(f"no model {name!r}", where="model", hint=nearest(name, MODELS))
+    ConfigError.refuse_unknown("no model", [name], MODELS, "model")
     return MODELS[name]
 
 

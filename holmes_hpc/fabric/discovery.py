@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holmes_hpc.errors import SiteError, nearest
+from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Reading, read_features, read_vocabulary
 from holmes_hpc.fabric.grouping import Grouping, constraint, group
 from holmes_hpc.fabric.listing import Listing
@@ -83,8 +83,7 @@ def discover(
     earlier = earlier or {}
     both_names = {n: (p.name, earlier.get(n, p.name)) for p in listing.grouping.pools for n in p.node_names}
     pool_names = list(dict.fromkeys(name for pair in both_names.values() for name in pair))
-    unknown = ((n not in pool_names, f"no pool {n!r}", nearest(n, pool_names)) for n in settings.pools)
-    SiteError.refuse("slurm.pools", *unknown)
+    SiteError.refuse_unknown("no pool", settings.pools, pool_names, "slurm.pools")
     pools_of = {n: settings.pools[name] for n, pair in both_names.items() for name in pair if name in settings.pools}
     settings = replace(settings, pools=pools_of)
     kinds = {n.name: kind_of(n, p.partition) for p in listing.grouping.pools for n in _members(p, listing.nodes)}

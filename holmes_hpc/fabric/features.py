@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from holmes_hpc.errors import SiteError, nearest
+from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.site import Gpu, NicNames
 from holmes_hpc.records.untrusted import from_yaml, read_file
@@ -273,15 +273,8 @@ def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
     data = {} if data is None else data
     if not isinstance(data, dict):
         raise SiteError("not a mapping of features, rates, ignored, gpus or networks", where=str(path), hint=hint)
-    _refuse_unknown("key {!r}", data, _SECTIONS, str(path))
+    SiteError.refuse_unknown("unknown key", data, _SECTIONS, str(path))
     return path.name, data
-
-
-def _refuse_unknown(template: str, names: Iterable[Any], allowed_names: Sequence[str], where: str) -> None:
-    """Raise SiteError for the first name that is not allowed. `template`: its text, such as ``key {!r}``."""
-    for name in names:
-        if name not in allowed_names:
-            raise SiteError(f"unknown {template.format(name)}", where=where, hint=nearest(str(name), allowed_names))
 
 
 def _as_list(value: Any, where: str) -> list[Any]:
@@ -320,10 +313,11 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
         section = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
             raise SiteError(f"rule {entry!r} lacks 'match'", where=section, hint="write {match: 'REGEX', nic: ib}")
-        _refuse_unknown("key {!r}", entry, _RULE_KEYS, section)
+        SiteError.refuse_unknown("unknown key", entry, _RULE_KEYS, section)
         pattern = _compile(entry["match"], section)
-        _refuse_unknown("group {!r}", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")
-        _refuse_unknown("NIC type {!r}", [entry["nic"]] if "nic" in entry else [], [n.value for n in NicType], section)
+        SiteError.refuse_unknown("unknown group", pattern.groupindex, _GROUPS, f"{section}: {entry['match']}")
+        nic_types = [entry["nic"]] if "nic" in entry else []
+        SiteError.refuse_unknown("unknown NIC type", nic_types, [n.value for n in NicType], section)
         with SiteError.instead_of(SiteError, where=f"{section}: {entry['match']}"):
             _names_in(entry)
         fixed = {k: entry[k] for k in _GROUPS if k in entry}

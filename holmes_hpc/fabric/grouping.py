@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
 
-from holmes_hpc.errors import SiteError, nearest
+from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_gpus import NodeGpus, node_gpus
@@ -84,10 +84,7 @@ def group(
     a GPU on a site with GPUs, or cannot be selected by a constraint."""
     settings = settings or NodeSettings()
     notes = _Notes()
-    names = {p.name for p in partitions}
-    for name in settings.partitions:
-        if name not in names:
-            raise SiteError(f"no partition {name!r}", where="partitions", hint=nearest(name, names))
+    SiteError.refuse_unknown("no partition", settings.partitions, {p.name for p in partitions}, "partitions")
     open_, skipped = usable_partitions(partitions, settings)
     refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in skipped}
     eligible = _eligible(nodes, open_, refusals, notes)

@@ -282,8 +282,7 @@ def kill_node(node: str) -> None:
 
 def _load_with_node(node: str) -> Testbed:
     """Return the testbed that is up. Raise TestbedError if it has no such node."""
-    if node not in (names := nodes()):
-        raise TestbedError(f"no such node {node!r}", where="testbed", hint=nearest(node, names))
+    TestbedError.refuse_unknown("no such node", [node], nodes(), "testbed")
     return _current()
 
 

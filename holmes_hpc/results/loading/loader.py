@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 
-from holmes_hpc.errors import ConfigError, RecordError, nearest
+from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.schema import SKIPPED
 from holmes_hpc.results.columns import (
@@ -68,8 +68,7 @@ def load_steps(
     loaded = _load(Path(path), run_dirs, cache)
     keys = [key for key, _ in run_dirs]
     selected = set(keys if runs is None else runs)
-    if unknown_runs := selected - set(keys):
-        raise ConfigError(f"no run {min(unknown_runs)!r}", where="load_steps", hint=nearest(min(unknown_runs), keys))
+    ConfigError.refuse_unknown("no run", sorted(selected.difference(keys)), keys, "load_steps")
     rows = [row for row, key in enumerate(keys) if key in selected]
     steps = loaded.steps_of(rows)
     frame = steps.select(_names(steps, columns)).to_pandas()
@@ -86,9 +85,7 @@ def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
     names = [*documented, *sorted(set(steps.column_names) - set(documented), key=lambda name: (name[:1] != "t", name))]
     if requested is None:
         return names
-    for name in requested:
-        if name not in (*names, "run"):
-            raise ConfigError(f"no column {name!r}", where="load_steps", hint=nearest(name, names))
+    ConfigError.refuse_unknown("no column", [name for name in requested if name != "run"], names, "load_steps")
     return ["step", *(name for name in dict.fromkeys(requested) if name not in ("run", "step"))]
 
 
