@@ -4,15 +4,16 @@ A repeated sweep reuses the result of a job only if configuration and program ar
 """
 
 import ast
+import contextlib
 import functools
 import hashlib
 import inspect
+import itertools
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -70,8 +71,11 @@ def _read_program(path: str, package: str) -> Program:
     """Return the program whose task function is in the file `path` of the package `package`.
     It has all modules that this file imports, directly or not, also inside functions, and all loaded ones."""
     files: dict[str, str] = {}
-    loaded = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] not in _OURS]
-    pending = [(path, package), *((source, m.__package__ or "") for m in loaded if (source := _user_source(m)))]
+    pending = [(path, package)]
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name.partition(".")[0] not in _OURS and isinstance(file, str) and _is_user_file(file):
+            pending.append((str(Path(file).resolve()), module.__package__ or ""))
     while pending:
         path, package = pending.pop(0)
         if path in files:
@@ -115,17 +119,15 @@ def _sources(name: str) -> tuple[tuple[str, str], ...]:
     """Return (file, package) of the module `name` and of its parent packages, as far as they are the user's own.
     Nothing is imported."""
     sources: list[tuple[str, str]] = []
-    search_path, parts = None, name.split(".")
-    for depth in range(1, len(parts) + 1):
-        spec = _find_spec(".".join(parts[:depth]), search_path)
-        if spec is None:
-            break
+    search_path: tuple[str, ...] | None = None
+    for module in itertools.accumulate(name.split("."), "{}.{}".format):
+        spec = _find_spec(module, search_path)
+        if spec is None or (spec.origin and not _is_user_file(spec.origin)):
+            break  # not there, or installed: its version is recorded
         locations = spec.submodule_search_locations
-        if spec.origin and _is_user_file(spec.origin):
-            sources.append((str(Path(spec.origin).resolve()), spec.name if locations else spec.name.rpartition(".")[0]))
-        elif not locations or spec.origin:
-            break  # installed: its version is recorded
-        if locations is None:
+        if spec.origin:  # not a namespace package
+            sources.append((str(Path(spec.origin).resolve()), module if locations else module.rpartition(".")[0]))
+        if not locations:
             break
         search_path = tuple(locations)
     return tuple(sources)
@@ -135,19 +137,10 @@ def _sources(name: str) -> tuple[tuple[str, str], ...]:
 def _find_spec(name: str, search_path: tuple[str, ...] | None) -> Any:
     """Return the spec of a module without importing its parents; None if there is none. `search_path`: the parent's."""
     for finder in sys.meta_path:
-        find = getattr(finder, "find_spec", None)
-        try:
-            spec = find(name, search_path, None) if find else None
-        except (ImportError, ValueError, AttributeError):
-            spec = None
-        if spec is not None:
-            return spec
+        with contextlib.suppress(ImportError, ValueError, AttributeError):
+            if (spec := finder.find_spec(name, search_path, None)) is not None:
+                return spec
     return None
-
-
-def _user_source(module: ModuleType) -> str | None:
-    path = getattr(module, "__file__", None)
-    return str(Path(path).resolve()) if isinstance(path, str) and _is_user_file(path) and Path(path).exists() else None
 
 
 @functools.cache
