@@ -180,9 +180,10 @@ def bars(title: str, values: Sequence[tuple[str, float]]) -> None:
         console.print(f"{label}{mark * max(1, round(bar_width * value / largest))} {value_text}", soft_wrap=True)
 
 
-def text(message: str = "") -> None:
+def text(*lines: str) -> None:
     """Print lines to stdout without wrapping them."""
-    _console().print(visible(message), soft_wrap=True)
+    for line in lines:
+        _console().print(visible(line), soft_wrap=True)
 
 
 def paragraph(message: str) -> None:
@@ -190,9 +191,10 @@ def paragraph(message: str) -> None:
     _console().print(visible(message))
 
 
-def note(message: str) -> None:
-    """Print one line of progress, or a remark, to stderr."""
-    _console(stderr=True).print(visible(message), soft_wrap=True)
+def note(*lines: str) -> None:
+    """Print lines of progress, or remarks, to stderr."""
+    for line in lines:
+        _console(stderr=True).print(visible(line), soft_wrap=True)
 
 
 def problem(message: object) -> None:

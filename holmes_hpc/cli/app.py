@@ -135,8 +135,7 @@ def show_plan(plan: Plan, costs: Costs, steps: int | None, explain: bool) -> Non
     """Print the summary of a plan; with `explain`, all details. `steps`: of the training, if known."""
     from holmes_hpc.planning import plan_text
 
-    for line in (plan_text.explain if explain else plan_text.summary)(plan, costs, steps, console.width()):
-        console.text(line)
+    console.text(*(plan_text.explain if explain else plan_text.summary)(plan, costs, steps, console.width()))
 
 
 def check_output(file: str | None) -> None:
@@ -162,10 +161,8 @@ def load_site(config: Configuration) -> Site:
     with console.waiting("asking Slurm"):
         loaded_site = site(config)
         changes = changes_since_written(config.site_file, loaded_site) if config.site_file else []
-    for assumption in loaded_site.assumptions if config.site_file else ():  # shown early, not only at the plan's end
-        console.note(f"{config.site_file}: {assumption}")
-    for change in changes:
-        console.note(change)
+    if config.site_file:  # shown early, not only at the plan's end
+        console.note(*(f"{config.site_file}: {assumption}" for assumption in loaded_site.assumptions), *changes)
     return loaded_site
 
 
@@ -175,5 +172,4 @@ def note_partition_limits(plan: Plan, config: Configuration) -> None:
     from holmes_hpc.submission.time_limit import partition_warnings
 
     if not config.site_file and not config.local:
-        for line in partition_warnings(plan, config.slurm, read_partitions()):
-            console.note(line)
+        console.note(*partition_warnings(plan, config.slurm, read_partitions()))

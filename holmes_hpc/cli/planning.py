@@ -105,7 +105,7 @@ def plan(
         console.text(_NO_MODEL.format(default_model))
     if estimates:
         submission_steps.show_estimates(estimates, config.train.steps)
-        console.text()
+        console.text("")
     show_plan(chosen, costs, steps, explain)
     if output:
         console.note(f"written: {output}")

@@ -190,8 +190,7 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
     if "model" in user_keys:
         raise ConfigError("they describe a model too", where="--megatron-args", hint="leave out the other model")
     arguments = read_arguments(source, user_keys)
-    for line in arguments.description():
-        console.note(line)
+    console.note(*arguments.description())
     keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]
     return replace(options, facts={**arguments.facts, **options.facts}, is_megatron=True), [*keys, *overrides]
 

@@ -79,8 +79,7 @@ def submit(
         hint = "submit the plan without --dry-run and --template"
         ConfigError.refuse("submit", (config.elastic.enabled, "an elastic run has no script for sbatch yet", hint))
         note_partition_limits(plan, config)
-        for line in shortages(plan_components(plan, config.slurm)):
-            console.note(line)
+        console.note(*shortages(plan_components(plan, config.slurm)))
         check_output(template)
         run_dir = str(create.run_directory_path(config, plan))
         script = plan_script(plan, Path(plan_path), run_dir, config.slurm, overrides or [], config.train.max_restarts)
@@ -226,8 +225,7 @@ def remove(
     if json:
         console.as_json({"removed": removed})
     else:
-        for path in removed:
-            console.text(f"removed: {path}")
+        console.text(*(f"removed: {path}" for path in removed))
 
 
 @app.command()
@@ -265,7 +263,7 @@ def report(
         console.paragraph(sentence)
     console.bars("samples/s", run_report.bars())
     for title, columns, rows, caption in run_report.tables():
-        console.text()
+        console.text("")
         console.table(title, columns, rows, caption)
 
 

@@ -136,16 +136,14 @@ def label(
         return
     with console.waiting("asking the nodes"):
         changes, findings = node_facts.propose(names, fabric, vocabulary)
-    for finding in findings:
-        console.note(str(finding))
+    console.note(*map(str, findings))
     lines, commands = labels.slurm_conf_lines(changes), labels.update_commands(changes)
     temporary = ["# until slurmctld restarts (`holmes label --apply` runs it):", *map(" ".join, commands)]
     instructions = ["# in slurm.conf, in the NodeName lines of these nodes:", *lines, *(temporary if commands else [])]
     if json:
         console.as_json({"slurm_conf": lines, "scontrol": commands, "findings": list(map(asdict, findings))})
     else:
-        for line in labels.difference_lines(changes) if apply else instructions:
-            console.text(line)
+        console.text(*(labels.difference_lines(changes) if apply else instructions))
     if not commands:
         console.note("every node that answered has the features it needs")
     elif apply:

@@ -84,9 +84,8 @@ def status(
         rank = f"rank {s.failed_rank} on {s.failed_node}: " if s.failed_rank is not None else ""
         run = RunDirectory(s.path)
         saved = checkpoint_directory.complete_checkpoints(run.checkpoints) if s.ended else []
-        advice = resume_advice(run, [checkpoint.step for checkpoint in saved])
-        for line in (f"\n{s.name}: {rank}{s.error}", *quote_log(s.log_tail, s.error or "", s.failed_rank), *advice):
-            console.text(line)
+        log_lines = quote_log(s.log_tail, s.error or "", s.failed_rank)
+        console.text(f"\n{s.name}: {rank}{s.error}", *log_lines, *resume_advice(run, [c.step for c in saved]))
 
 
 @app.command()
@@ -116,9 +115,7 @@ def logs(
             console.text(f"{number}: {line}")
         return
     for path in paths:
-        console.text(f"== {path.name}")
-        for line in tail(path, lines):
-            console.text(line)
+        console.text(f"== {path.name}", *tail(path, lines))
 
 
 @app.command()
