@@ -13,7 +13,7 @@ from pathlib import Path
 
 import interruptions
 import pytest
-from faults import arguments_and_environment, silent, until
+from faults import arguments_and_environment, daemon, silent, until
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.planning.plan.plan import Plan
@@ -27,6 +27,7 @@ LIMIT_OF_A_RANK_S = 8.0
 LIMIT_OF_THE_FIRST_NODE_S = 25.0
 STEPS_AFTER = 30  # compared after a change of the plan
 HIT = 10  # the step after which the node is lost
+PAUSE_S, AWAY_S = 2.0, 60.0  # disturbances without consequences
 
 
 def first_step_of(run: RunDirectory, attempt: int) -> dict:
@@ -40,20 +41,25 @@ def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: int
     assert interruptions.figures(run) == whole and run.attempt == 1
     started = [RunDirectory(root / name) for name in ("whole", "undisturbed")]
     seconds = [first_step_of(r, 1)["time"] - r.read_run()["slurm"]["submitted"] for r in started]
-    print(f"first step after submission: plain {seconds[0]:.1f} s, elastic {seconds[1]:.1f} s")
+    print(f"first step after submission: plain {seconds[0]:.1f} s, elastic with 2 spares {seconds[1]:.1f} s")
+    run = interruptions.submit(root / "without-spares", "elastic.enabled=true", "elastic.spares=0")
+    interruptions.follow_to_end(run)
+    started_s = first_step_of(run, 1)["time"] - run.read_run()["slurm"]["submitted"]
+    print(f"first step after submission: elastic without spares {started_s:.1f} s")
 
 
-def rank_process(run: RunDirectory, node: str) -> int:
-    """Return the process of the only rank on `node`: a child of its agent, whose command line it has."""
+def agent_and_rank(run: RunDirectory, node: str) -> tuple[int, int]:
+    """Return the processes of the agent and of the only rank on `node`: a child of its agent, whose command line it
+    has."""
     programs = dict[int, int]()  # process id -> its parent's
     for proc in Path("/proc").glob("[0-9]*"):
         arguments, environment = arguments_and_environment(proc)
         is_here = environment.get("SLURMD_NODENAME") == node and str(run.path / "submission") in arguments
         if is_here and "python" in arguments[0] and "holmes_hpc.submission.elastic.agent" in arguments:
             programs[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
-    agents = [pid for pid, parent in programs.items() if parent not in programs]
-    (rank,) = (pid for pid, parent in programs.items() if parent in agents)
-    return rank
+    (agent,) = (pid for pid, parent in programs.items() if parent not in programs)
+    (rank,) = (pid for pid, parent in programs.items() if parent == agent)
+    return agent, rank
 
 
 def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
@@ -65,7 +71,7 @@ def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
             beds.kill_node(node)
             repair.callback(beds.up)
         elif kind == "rank killed":
-            os.kill(rank_process(run, node), signal.SIGKILL)
+            os.kill(agent_and_rank(run, node)[1], signal.SIGKILL)
         else:
             repair.enter_context(silent(node))
         lost_at, load = time.time(), os.getloadavg()[0]
@@ -118,6 +124,26 @@ def test_the_ranks_start_again_if_one_is_killed(node: str, root: Path, whole: in
     assert "killed by signal 9 (SIGKILL: kill -9, or the kernel for lack of memory): the ranks start again" in log
     assert interruptions.figures(run) == whole
     assert seconds < LIMIT_OF_A_RANK_S
+
+
+@pytest.mark.parametrize("kind", ["node stopped", "agent stopped", "slurmctld away"])
+def test_a_short_disturbance_changes_nothing(kind: str, root: Path, whole: interruptions.Figures) -> None:
+    pace = ("train.pace_layer_ms=120",) if kind == "slurmctld away" else ()  # trains for longer than that
+    run = interruptions.submit(root / kind.replace(" ", "-"), "elastic.enabled=true", *pace)
+    until(lambda: interruptions.last_step(run) >= 3, "step 3")
+    if kind == "slurmctld away":
+        os.kill(daemon("slurmctld"), signal.SIGKILL)
+        time.sleep(AWAY_S)
+        assert not run_status(run).ended
+        beds.up()
+    else:
+        agent, rank = agent_and_rank(run, "roce1")
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in [agent, rank][: 1 + (kind == "node stopped")]:
+                os.kill(pid, number)
+            time.sleep(PAUSE_S)
+    interruptions.follow_to_end(run)
+    assert interruptions.figures(run) == whole and run.attempt == 1, (run.logs / "batch.txt").read_text()
 
 
 @pytest.fixture(scope="module")
