@@ -13,4 +13,8 @@ class ElasticConfig(Checked, where="elastic", dotted=True):
     enabled: Annotated[bool, key("continue on the other nodes if a node is lost: `--elastic`")] = False
     spares: Annotated[int, key("spare nodes of each component", ge=0)] = 1
     min_nodes: Annotated[int, key("fewest nodes to continue with", ge=1)] = 1
+    members: Annotated[
+        bool, key("submit the nodes of each pool as a job of its own: training starts on those that are there")
+    ] = False
+    min_fabrics: Annotated[int, key("with members: fewest pools to start with", ge=1)] = 1
     dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0

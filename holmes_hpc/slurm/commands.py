@@ -54,7 +54,7 @@ class Answer:
 def clean_environment() -> dict[str, str]:
     """Return the environment without variables that would change a submitted job: sbatch's options, and the variables
     of the job in which this process runs."""
-    job_variables = ("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MAX_", "HOLMES_TASKS_PER")
+    job_variables = ("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MEMBER", "HOLMES_MAX_", "HOLMES_TASKS_PER")
     options = [f"SBATCH_{name}" for name in _TABLE["component_options"]]
     removed = {k for k in os.environ if k in options or k.startswith(job_variables)} - {*_TABLE["kept_variables"]}
     return {k: v for k, v in os.environ.items() if k not in removed}

@@ -5,8 +5,8 @@ and fails if one fails."""
 
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final, Literal, get_args
 
@@ -62,7 +62,7 @@ class JobState:
     `components`: each component's state; `source`: the command or file that reported it, empty if none did;
     `unsettled`: a final state may still change (a preempted job that is requeued, a leader whose components are not in
     the database yet); `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix
-    seconds."""
+    seconds; `waiting`: a text on jobs of the same run that wait while another one runs."""
 
     state: SlurmState = UNKNOWN
     reason: str = ""
@@ -74,6 +74,7 @@ class JobState:
     unsettled: bool = False
     component_nodes: tuple[str, ...] = ()
     start: float | None = None
+    waiting: str = ""
 
     @property
     def waits(self) -> bool:
@@ -83,6 +84,8 @@ class JobState:
     @property
     def why(self) -> str:
         """The reason of a waiting job and its estimated start, as far as Slurm reports them; empty for other jobs."""
+        if self.waiting:
+            return self.waiting
         is_held = "held" in self.reason.lower()  # Slurm's estimate is valid only after a release
         start_text = "" if is_held or (self.start or 0) < time.time() else f"starts about {when(self.start or 0)}"
         return ", ".join(text for text in (self.reason, start_text) if text) if self.waits else ""
@@ -140,3 +143,15 @@ def read_cancellation(text: str) -> JobState | None:
     A message without a reason counts only for a job, because srun cancels a step whenever a task fails."""
     states = [_DUE_STATES[reason] for entity, reason in _DUE.findall(text) if reason or entity == "JOB"]
     return JobState(states[-1], components=(states[-1],), source="slurmd") if states else None
+
+
+def joined_members(states: Sequence[JobState]) -> JobState:
+    """Return the state of a run whose components are jobs with these `states`: it runs while one of them runs."""
+    if len(states) == 1:
+        return states[0]
+    order = (*ACTIVE, *ENDED)
+    first = min(states, key=lambda s: order.index(s.state) if s.state in order else len(order))
+    nodes = ",".join(s.nodes for s in states if s.nodes)
+    waiting = [] if first.waits else [s for s in states if s.waits]
+    text = f"{len(waiting)} of {len(states)} jobs wait: {waiting[0].why or waiting[0].state}" if waiting else ""
+    return replace(first, nodes=nodes, components=tuple(s.state for s in states), waiting=text)

@@ -21,6 +21,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest, node_share, parse_component
+from holmes_hpc.submission.executor.environment import LEADER, MEMBER
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.preflight import check_components, check_each
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
@@ -140,6 +141,8 @@ class PlanExecutor(SlurmHetExecutor):
     """The executor for the job of a run: its ranks log to logs/rank-N.txt, and its batch script writes result.json."""
 
     is_elastic = False  # agents and a coordinator start the ranks
+    member: int | None = None  # the component that the next job has, if each is a job of its own
+    leader = "%j"  # the id of the first of these jobs
 
     def __init__(
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
@@ -172,31 +175,51 @@ class PlanExecutor(SlurmHetExecutor):
         """Return the job that `parameters` request, with logs in the run directory and the signal that training
         handles."""
         request, logs = super()._request(parameters, token), self.run_path / "logs"
+        suffix = ""
+        if self.member is not None:
+            suffix, variables = f"-{self.member}", {MEMBER: str(self.member), LEADER: self.leader}
+            variables = {**dict(request.environment), **variables}
+            components = (request.components[self.member],)
+            request = replace(request, components=components, environment=tuple(variables.items()))
         return replace(
             request,
             environment=(*request.environment, ("SUBMITIT_LOG_LEVEL", "ERROR")),
             signal=USER_SIGNAL,
             output=str(logs / "batch.txt"),
             error=None,
-            rank_output=str(logs / ("agent-%t.txt" if self.is_elastic else "rank-%t.txt")),
+            rank_output=str(logs / (f"agent{suffix}-%t.txt" if self.is_elastic else "rank-%t.txt")),
             rank_error=None,
-            step_errors=str(logs / "srun.txt"),
+            step_errors=str(logs / f"srun{suffix}.txt"),
             directories=(*request.directories, str(logs)),
         )
 
     def _text(self, request: JobRequest, command: str) -> str:
         end, lost = end_command(self.run_path), run_command("lifecycle.lost_step", self.run_path)
         again = f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit'
+        mark = f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}"
+        if self.member is not None:  # all its jobs are one attempt, whose end the coordinator records
+            again = "export SLURM_RESTART_COUNT=0"
+            mark = f'echo "holmes: job $SLURM_JOB_ID joins {self.leader}"' if self.member else mark
         return script_text(
             request,
             self._commands(request, command),
-            mark=f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}",
+            mark=mark,
             begin=[again],
             monitor="" if self.is_elastic else f'{lost} {request.ranks} "$step"',
             coordinator=run_command("elastic.coordinator", self.run_path) if self.is_elastic else "",
-            on_signal=[f"{end} --so-far"],
-            finish=[f"{end}; status=$?"],
+            on_signal=[f"{end} --so-far"] if self.member is None else [],
+            finish=[f"{end}; status=$?"] if self.member is None else [],
         )
+
+    def submit_others(self, leader: str) -> list[str]:
+        """Submit the jobs of all components but the first, whose job is `leader`. Return their ids."""
+        self.leader, ids = leader, list[str]()
+        with contextlib.ExitStack() as on_error:
+            for index in range(1, len(self.parameters["components"])):
+                self.member = index
+                ids.append(self._submit_request(self._submitit_command_str)[0].job_id)
+                on_error.enter_context(cancel_on_error(ids[-1]))
+        return ids
 
 
 def end_command(run_path: Path, status: str = "$status", signalled: str = "$signalled") -> str:
@@ -248,10 +271,15 @@ def submit_plan(
         request = executor.request()
         (check_components if test else check_each)(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
+    has_members = elastic.get("enabled") and elastic.get("members") and len(plan.components) > 1
+    executor.member = 0 if has_members else None
     with uninterrupted():
         job: SlurmHetJob = executor.submit(task)
         with cancel_on_error(job.job_id):
             record = {"job_id": int(job.job_id), "components": len(plan.components), "name": request.name}
+            if executor.member is not None:
+                others = executor.submit_others(job.job_id)
+                record |= {"components": 1, "members": list(map(int, [job.job_id, *others]))}
             run.update_run(slurm={**record, "submitted": time.time()})
         with contextlib.suppress(OSError):  # the job is submitted: an error here must not look like a refusal
             for rank in range(plan.world_size):  # links where submitit looks for a task's output

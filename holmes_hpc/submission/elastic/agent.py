@@ -31,8 +31,8 @@ from holmes_hpc.submission.elastic.connection import (
     published_path,
     read_published,
 )
-from holmes_hpc.submission.elastic.decision import JOIN_S, Beat
-from holmes_hpc.submission.executor.environment import LEADER
+from holmes_hpc.submission.elastic.decision import AT_LIMIT, JOIN_S, Beat
+from holmes_hpc.submission.executor.environment import LEADER, MEMBER
 from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.local_ranks import preload, redirect_output
 from holmes_hpc.waiting import attempts
@@ -47,15 +47,23 @@ class Agent:
 
     def __init__(self, run: RunDirectory, dead_s: float) -> None:
         self._run, self._dead_s, self._start, self._is_forked = run, dead_s, 0, False
+        self._is_stopped = False  # the ranks are told to save and end
         self._ranks, self._codes = dict[int, int](), dict[int, int]()  # process id -> rank; rank -> exit code
         self.coordinator = 0  # process id of the one that this agent has started
+        self.member = int(os.environ[MEMBER]) if MEMBER in os.environ else None
+        self.is_leaving, self.is_known = False, False  # its job is being ended; a coordinator has answered it
+        self.is_at_limit, self.has_trained = False, False
         for number in SIGNALS:
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _: FrameType | None) -> None:
-        """Pass a signal on to the ranks, which stop after a step. Without ranks, end."""
-        if not self._ranks and number == signal.SIGTERM:
+        """Pass a signal on to the ranks, which stop after a step. Without ranks, end. If this job ends alone, the
+        coordinator stops all ranks instead."""
+        if not self._ranks and not self.coordinator and number == signal.SIGTERM:
             os._exit(1)
+        if self.member is not None:
+            self.is_leaving, self.is_at_limit = True, number == signal.SIGUSR2
+            return
         for pid in self._ranks:
             os.kill(pid, number)
 
@@ -64,18 +72,25 @@ class Agent:
         Raise OSError or EOFError if the coordinator is silent, or ends the connection."""
         while True:
             self._reap(os.WNOHANG)
-            beat = Beat(os.environ["SLURMD_NODENAME"], self._start, len(self._ranks), self._codes)
+            values = (self._start, len(self._ranks), self._codes, self.member, self.is_leaving)
+            beat = Beat(os.environ["SLURMD_NODENAME"], *values)
             connection.send_bytes(json.encode(beat))
             if not connection.poll(self._dead_s):
                 raise TimeoutError(f"silent for {self._dead_s:g} s")
             order = json.decode(connection.recv_bytes(MAX_BYTES), type=Order)
+            self.is_known = True
             if order.is_end or order.start != self._start:
                 self.end_ranks()
-                self._start, self._is_forked, self._codes = order.start, False, {}
-            if order.is_end:
+                self._start, self._is_forked, self._is_stopped, self._codes = order.start, False, False, {}
+            if order.is_end or (self.is_leaving and not order.ranks):
                 return False
+            if order.is_stop and not self._is_stopped:
+                self._is_stopped = True
+                for pid in self._ranks:
+                    os.kill(pid, signal.SIGTERM)
             if order.is_go and not self._is_forked:
                 self._is_forked, agent = True, os.getpid()
+                self.has_trained |= order.ranks > 0
                 for index in range(order.ranks):
                     if not (pid := os.fork()):
                         connection.close()
@@ -113,10 +128,11 @@ class Agent:
         """Return the coordinator that takes the place of the `lost` one, perhaps a process of this agent.
         None if all of MAX_TAKEOVERS have failed."""
         start, seen_at = self._start, -EXPIRY_S
+        last_start = (newest_claim(folder, start) if self.member is not None else start) + MAX_TAKEOVERS
         while (published := read_published(published_path(folder))) in (None, lost):
             if (newest := newest_claim(folder, start)) > start:
                 start, seen_at = newest, time.monotonic()
-            if start >= self._start + MAX_TAKEOVERS:
+            if start >= last_start:
                 return None
             is_free, nodes = time.monotonic() - seen_at > EXPIRY_S, {*lost_before(folder, start), lost.node}
             if is_free and claim(folder, start + 1, nodes):
@@ -142,6 +158,7 @@ def main(folder: Path, import_path: str = "") -> None:
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
     if published is None:
         sys.exit(f"holmes: no coordinator is published at {path}")
+    is_rank = False
     while published is not None:
         try:
             is_rank = agent.obey(published.connect(dead_s))
@@ -150,16 +167,22 @@ def main(folder: Path, import_path: str = "") -> None:
             log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
             agent.end_ranks()
             time.sleep(BEAT_S)  # a coordinator that is killed closes its listener last
+        if agent.is_leaving:
+            break
         is_here = published.node == os.environ["SLURMD_NODENAME"]  # and has found this node cut off
-        if is_here or (published.may_live(dead_s) and is_kept_up(path, published)):
-            sys.exit("holmes: the coordinator has given up this node")
+        if (is_here and agent.is_known) or (published.may_live(dead_s) and is_kept_up(path, published)):
+            if agent.is_known:
+                sys.exit("holmes: the coordinator has given up this node")
+            continue
         published = agent.next_coordinator(folder, published)
     if published is None:
-        requeue(os.environ[LEADER])
+        requeue(os.environ[LEADER] if agent.member is None else os.environ["SLURM_JOB_ID"])
     elif is_rank:
         process_job(folder)
     elif agent.coordinator:
         os.waitpid(agent.coordinator, 0)  # Slurm would kill it with this process
+    if agent.is_at_limit and agent.has_trained:
+        sys.exit(AT_LIMIT)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ WATCH_S = 1.5
 class Order(NamedTuple):
     """The coordinator's answer to a beat. `start`: the number of the ranks' latest start, in which the node has the
     ranks `first_rank` to `first_rank + ranks`; `hosts`: a host list for each component of the plan; `is_go`: start the
-    ranks now; `is_end`: the run is over."""
+    ranks now; `is_stop`: let them save and end after a step; `is_end`: the run is over."""
 
     start: int
     first_rank: int = 0
@@ -37,6 +37,7 @@ class Order(NamedTuple):
     num_nodes: int = 0
     hosts: tuple[str, ...] = ()
     is_go: bool = False
+    is_stop: bool = False
     is_end: bool = False
 
 

@@ -5,6 +5,9 @@ It takes the place of a subshell of the batch script whose child is srun, with t
 
 If its node is lost, the first agent that claims the next start of the ranks (claims.py) starts another coordinator,
 with ``0 START`` in the place of SRUN.
+
+If each component is a job of its own (members.py), each has such a program. The first one coordinates. The others wait
+for their srun.
 """
 
 import contextlib
@@ -31,17 +34,26 @@ from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.hostlist import compress
+from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
 from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, published_path
-from holmes_hpc.submission.elastic.decision import Beat, Placement, State, decide, place
+from holmes_hpc.submission.elastic.decision import AT_LIMIT, Beat, Placement, State, decide, place
+from holmes_hpc.submission.elastic.members import MemberState, decide_members
 from holmes_hpc.submission.elastic.planner import Planner
-from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, ranks_of_job
+from holmes_hpc.submission.executor.environment import LEADER, MEMBER, ComponentRanks, ranks_of_job
 from holmes_hpc.submission.lifecycle import batch_end
-from holmes_hpc.submission.lifecycle.attempts import attempt_id, has_new_steps, has_recorded_end, record_attempt_end
+from holmes_hpc.submission.lifecycle.attempts import (
+    attempt_id,
+    has_new_steps,
+    has_recorded_end,
+    last_metrics,
+    record_attempt_end,
+)
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
 END_S = 3.0  # limit of the agents' and srun's end
+COUNT_S = 2.0  # between counts of the remaining steps
 
 
 class Coordinator:
@@ -54,6 +66,7 @@ class Coordinator:
         self.claimed, self.is_aside = state.start - (not state.is_takeover), False
         self._reasons = dict[str, str]()  # lost node -> why
         self._ended = "node lost"  # why the ranks' last start ended
+        self.is_handover, self._counted_at = False, 0.0
 
     def serve(self, connection: Connection, secret: bytes) -> None:
         """Answer the beats of one agent until it ends or its node is lost."""
@@ -63,6 +76,8 @@ class Coordinator:
             answer_challenge(connection, secret)
             while node not in self.state.gone:
                 beat = json.decode(connection.recv_bytes(MAX_BYTES), type=Beat)
+                if not node and not self._admit(beat):
+                    return
                 node = beat.node
                 with self._lock:
                     self.state.heard_at[node], self.state.beats[node] = time.monotonic(), beat
@@ -72,12 +87,21 @@ class Coordinator:
             self.state.gone.add(node)
             self.state.heard_at[node] = -math.inf
 
+    def _admit(self, beat: Beat) -> bool:
+        """Admit a node that reports for the first time. Return False if it has to try again."""
+
+        def is_admitted() -> bool:
+            with self._lock:
+                return not isinstance(self.state, MemberState) or self.state.admit(beat, time.monotonic())
+
+        return wait_until(is_admitted, self.state.dead_s / 2, INTERVAL_S)
+
     def _order(self, node: str) -> Order:
         state, placement = self.state, self.state.placement
         ranks, hosts = placement.ranks_on(node), tuple(compress(part.nodes) for part in placement.planned)
         size = placement.world_size
         values = (state.start, ranks.start, len(ranks), size, len(placement.nodes), hosts)
-        return Order(*values, is_go=state.is_started, is_end=self._is_over)
+        return Order(*values, is_go=state.is_started, is_stop=state.is_changing, is_end=self._is_over)
 
     def step(self) -> int | None:
         """Decide, and act. Return the exit status if the run is over, else None."""
@@ -87,17 +111,21 @@ class Coordinator:
         if is_first_failure:
             state.failed_at, state.has_new_steps = now, self._has_new_steps()
         with self._lock:
-            decision = decide(state, now)
+            decision = decide_members(state, now) if isinstance(state, MemberState) else decide(state, now)
             for node in decision.lost:
                 reason = "its agent ended" if node in state.gone else f"silent for {now - state.heard_at[node]:.1f} s"
                 self._reasons.setdefault(node, reason)
             lost = "lost " + ", ".join(f"node {node} ({self._reasons[node]})" for node in decision.lost)
             state.gone.update(decision.lost)
-            self._is_over = decision.code is not None
+            self._is_over, self.is_handover = decision.code is not None, decision.is_handover
+            if decision.is_stop:
+                state.is_changing = True
+                log_batch_line(f"{decision.reason}: the ranks save and end")
             if decision.placement is not None:
-                self._ended = "node lost" if decision.lost else "rank killed"
+                self._ended = "node lost" if decision.lost else "nodes changed" if decision.plan else "rank killed"
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
-            missing_plans = state.missing_plans(now) if state.is_started or state.gone else []
+            needs_plans = state.is_started or state.gone or isinstance(state, MemberState)
+            missing_plans = state.missing_plans(now) if needs_plans else []
         if decision.is_go:  # agents are answered while files are written
             self._go()
         elif decision.code and decision.reason:
@@ -106,6 +134,10 @@ class Coordinator:
                 for rank in state.placement.ranks_on(node):
                     self._run.write_exit(rank, "failed", f"{lost}: {decision.reason}", node)
         self._planner.poll(missing_plans, state.plans)
+        if isinstance(state, MemberState) and now > self._counted_at + COUNT_S:
+            self._counted_at = now
+            steps, last = int(self._run.config["train"]["steps"]), int(last_metrics(self._run).get("step", 0))
+            state.remaining_steps = steps - last
         return decision.code
 
     def is_superseded(self) -> bool:
@@ -131,6 +163,7 @@ class Coordinator:
         change = f"spare {new_nodes} takes over" if new_nodes else "the ranks start again"
         log_batch_line(f"{cause}: " + (f"plan {plan.id} on {nodes}" if plan else change))
         state.placement, state.start, state.failed_at, state.is_started = placement, state.start + 1, None, False
+        state.plan, state.is_changing = self._plan, False
 
     def _go(self) -> None:
         """Let the ranks start. Before, write their plan, and record the end of the ranks' last start."""
@@ -164,16 +197,26 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     """Serve the agents until the run is over. Return the step's exit status.
     `srun`: its process id, 0 after a takeover, which has claimed `start`."""
     folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
+    member = int(os.environ[MEMBER]) if MEMBER in os.environ else None
+    if srun and member is not None and not claim(folder, 1, ()):  # another member coordinates
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return wait_for(srun)
     planner, path = Planner(run, os.environ[LEADER]), published_path(folder)
     plan = planner.job_plan if srun else Plan.read(run.plan_path)  # a requeue brings back all nodes
     pools = [part.pool for part in planner.job_plan.components]
-    state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
-    state.start, state.is_takeover = start, not srun
+    if member is None:
+        state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
+        state.start = start
+    else:
+        state = MemberState.of(planner.job_plan, run.config["elastic"], 0 if srun else start, member)
+    state.is_takeover = not srun
     if state.is_takeover:
-        log_batch_line(f"lost the coordinator: node {node} takes its place, without {compress(sorted(state.gone))}")
+        lost = f", without {compress(sorted(state.gone))}" if state.gone else ""
+        log_batch_line(f"lost the coordinator: node {node} takes its place{lost}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
     coordinator = Coordinator(run, state, planner, plan)
-    pool = next(pool for pool, part in zip(pools, job, strict=True) if node in part.nodes)
+    coordinator.claimed = max(coordinator.claimed, int(member is not None))
+    pool = pools[member] if member is not None else next(p for p, j in zip(pools, job, strict=True) if node in j.nodes)
     nics = nccl.restrict_nics(probe(), planner.job_plan.site.pool(pool).nic_names(node), os.environ, node)
     listener, secret = listen(str(data_interface(nics, NicType.ETHERNET, node=node).address), path, node)
 
@@ -184,28 +227,47 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
 
     threading.Thread(target=accept, name="agents", daemon=True).start()
     code = None
-    while not coordinator.is_superseded() and (code := coordinator.step()) is None:
+    while not coordinator.is_superseded() and (code := coordinator.step()) is None and not coordinator.is_handover:
         path.touch()  # shows agents that lose their connection that the coordinator lives
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
-        if ended:
+        if ended and member is None:
             return os.waitstatus_to_exitcode(status) or 1
+        srun = 0 if ended else srun  # the nodes of other jobs go on
+    if coordinator.is_handover:
+        log_batch_line("this job ends: a node of another one takes the coordinator's place")
+        leave_agents(coordinator, listener)
+        return wait_for(srun)
     if code is None or not coordinator.claim(state.start + 1):  # no agent takes over while the job is being ended
         return stand_aside(coordinator, listener)
     path.unlink(missing_ok=True)
-    if not srun:
-        return end_job(run, code, state)
-    if not wait_until(lambda: os.waitpid(srun, os.WNOHANG)[0] == srun, END_S, INTERVAL_S):
+    if not srun or member is not None:
+        code = end_job(run, code, state)
+    if srun and not wait_until(lambda: os.waitpid(srun, os.WNOHANG)[0] == srun, END_S, INTERVAL_S):
         os.kill(srun, signal.SIGKILL)  # it waits for lost nodes until Slurm marks them down
     return code
+
+
+def wait_for(srun: int) -> int:
+    """Wait for the end of the step, if its srun is a child of this process. Return its exit status. Before its time
+    limit, a job that has trained is requeued."""
+    code = os.waitstatus_to_exitcode(os.waitpid(srun, 0)[1]) if srun else 0
+    if code == AT_LIMIT:
+        requeue(os.environ["SLURM_JOB_ID"])
+    return code
+
+
+def leave_agents(coordinator: Coordinator, listener: Listener) -> None:
+    """End all connections, so that the agents look for another coordinator."""
+    coordinator.is_aside = True
+    listener.close()
+    coordinator.state.gone.update(coordinator.state.heard_at)
 
 
 def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
     """Leave the agents to another coordinator. Return when the job ends: the end of the batch script would end it."""
     log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
-    coordinator.is_aside = True
-    listener.close()
-    coordinator.state.gone.update(coordinator.state.heard_at)
+    leave_agents(coordinator, listener)
     while not coordinator.state.is_stopping:
         time.sleep(INTERVAL_S)
     return 1
@@ -215,8 +277,11 @@ def end_job(run: RunDirectory, code: int, state: State) -> int:
     """Do what the batch script does at its end, and end the job, which goes on without it."""
     agents = [node for node in state.beats if node not in state.gone]
     wait_until(lambda: state.gone.issuperset(agents), END_S, INTERVAL_S)
-    os.environ["SLURM_JOB_ID"] = os.environ[LEADER]
+    os.environ["SLURM_JOB_ID"] = "" if isinstance(state, MemberState) else os.environ[LEADER]
     code = batch_end.main([str(run.path), str(code), "TERM" if state.is_stopping else ""])
+    if isinstance(state, MemberState):
+        slurm("scancel", "--state=PENDING", *map(str, run.read_run()["slurm"]["members"]), timeout_s=30)
+        return code
     if run.read_result() is not None:  # else it was requeued
         slurm("scancel", os.environ[LEADER], timeout_s=30)
     return code

@@ -12,6 +12,7 @@ JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch an
 REJOIN_S = 5.0  # the same after a takeover
 ISOLATION_S = 2.0  # nodes that fall silent within this time may all be beyond a network that failed
 SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be lost
+AT_LIMIT = 75  # exit code of an agent whose job nears its time limit, and has trained
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
 Sizes = tuple[int, ...]  # numbers of nodes, one for each component of the job
@@ -80,12 +81,15 @@ def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> P
 @dataclass(frozen=True)
 class Beat:
     """A message of a node's agent. `start`: the latest start of the ranks that it knows of; `running`: how many of that
-    start's ranks run on the node; `codes`: the exit code by rank of those that ended."""
+    start's ranks run on the node; `codes`: the exit code by rank of those that ended; `member`: the component whose job
+    the node belongs to, if each is a job of its own; `is_leaving`: this job is being ended."""
 
     node: str
     start: int = 0
     running: int = 0
     codes: Mapping[int, int] = field(default_factory=dict)
+    member: int | None = None
+    is_leaving: bool = False
 
 
 @dataclass
@@ -96,8 +100,9 @@ class State:
     job's components; `min_nodes`: with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they
     are made; `start`: number of the latest start of the ranks; `is_started`: agents may start them; `gone`: nodes whose
     agent has ended; `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made
-    any by then; `is_stopping`: the job is being ended from outside; `is_takeover`: the agents had another coordinator
-    before."""
+    any by then; `is_stopping`: the coordinator's job is being ended from outside; `is_takeover`: the agents had another
+    coordinator before; `plan`: the ranks' latest one, None before a change; `is_changing`: the ranks are told to save
+    and end."""
 
     placement: Placement
     dead_s: float
@@ -113,6 +118,8 @@ class State:
     has_new_steps: bool = False
     is_stopping: bool = False
     is_takeover: bool = False
+    plan: Plan | None = None
+    is_changing: bool = False
 
     def is_lost(self, node: str, now: float) -> bool:
         join_s = REJOIN_S if self.is_takeover else JOIN_S
@@ -142,6 +149,10 @@ class State:
                 sizes.append((*remaining[:index], remaining[index] - 1, *remaining[index + 1 :]))
         return [size for size in sizes if sum(size) >= self.min_nodes and size not in self.plans]
 
+    def have_ended(self, nodes: Collection[str]) -> bool:
+        """Return whether all ranks of earlier starts have ended on `nodes`."""
+        return all(self.beats[n].start == self.start and not self.beats[n].running for n in nodes)
+
     def codes(self) -> dict[int, int]:
         """Return the exit code by rank of the ranks of this start that have ended."""
         return {rank: code for b in self.beats.values() if b.start == self.start for rank, code in b.codes.items()}
@@ -150,12 +161,15 @@ class State:
 @dataclass(frozen=True)
 class Decision:
     """What to do next. `lost`: nodes to give up; `placement`: end all ranks, this is the next start's; `plan`: the next
-    start's, if it changes; `is_go`: start the ranks; `code`: end the run with this exit status; `reason`: why."""
+    start's, if it changes; `is_go`: start the ranks; `is_stop`: let them save and end; `is_handover`: leave the agents
+    to another coordinator; `code`: end the run with this exit status; `reason`: why."""
 
     lost: tuple[str, ...] = ()
     placement: Placement | None = None
     plan: Plan | None = None
     is_go: bool = False
+    is_stop: bool = False
+    is_handover: bool = False
     code: int | None = None
     reason: str = ""
 
@@ -168,9 +182,13 @@ def decide(state: State, now: float) -> Decision:
     if lost := tuple(node for node in nodes if state.is_lost(node, now)):
         return Decision(lost, code=1) if state.is_stopping else _decide_without(lost, state, present)
     if not state.is_started:
-        have_ended = all(state.beats[n].start == state.start and not state.beats[n].running for n in present)
-        is_go = have_ended and state.beats.keys() >= set(nodes)
+        is_go = state.have_ended(present) and state.beats.keys() >= set(nodes)
         return Decision(code=1) if state.is_stopping else Decision(is_go=is_go)
+    return decide_by_codes(state, now)
+
+
+def decide_by_codes(state: State, now: float) -> Decision:
+    """Return the decision while ranks run, which depends on those that have ended."""
     codes, num_ranks = state.codes(), state.placement.world_size
     if (killed := [rank for rank in codes if codes[rank] < 0]) and state.has_new_steps and not state.is_stopping:
         has_settled = state.failed_at is not None and now - state.failed_at > SETTLE_S

@@ -20,6 +20,7 @@ from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.executor.component import ComponentRequest
 
 LEADER = "HOLMES_LEADER_JOB_ID"  # exported by the batch script
+MEMBER = "HOLMES_MEMBER"  # index of the component whose job this is, if each is a job of its own (elastic.members)
 TASKS_PER_NODE = "HOLMES_TASKS_PER_NODE_{}"  # of a component, by its index
 MAX_REQUEUES = "HOLMES_MAX_REQUEUES"
 PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the signal that tasks handle, if not USER_SIGNAL

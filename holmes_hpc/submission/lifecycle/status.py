@@ -20,7 +20,7 @@ from holmes_hpc.records.logs import tail
 from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_script, job_uid
-from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState
+from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState, joined_members
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle import failed_rank
 from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log, state_detail
@@ -34,18 +34,22 @@ _BAD_RECORD_ERRORS = (RecordError, TypeError, ValueError, AttributeError, KeyErr
 
 
 class SlurmJob:
-    """A run's job on Slurm. `folder`: submitit's folder, ``submission/`` in the run directory. `expected_start`: as
-    Slurm estimated it before the submission, in Unix seconds; None without an estimate."""
+    """A run's job on Slurm. `folder`: submitit's folder, ``submission/`` in the run directory; `members`: ids of all
+    jobs of a run whose components are jobs of their own. `expected_start`: as Slurm estimated it before the submission,
+    in Unix seconds; None without an estimate."""
 
     expected_start: float | None = None
 
-    def __init__(self, folder: Path, job_id: str) -> None:
+    def __init__(self, folder: Path, job_id: str, members: Sequence[int] = ()) -> None:
         self.id = job_id
-        self._job = SlurmHetJob(folder.absolute(), job_id, (0,))
+        self._jobs = [SlurmHetJob(folder.absolute(), i, (0,)) for i in dict.fromkeys((job_id, *map(str, members)))]
+        self._job = self._jobs[0]
 
     def state(self, mode: str = "standard") -> JobState:
-        is_other_job = self._job.register_identity()  # a reinstalled Slurm counts its job ids from 1 again
-        return self._job.slurm_state("force" if is_other_job and mode == "cache" else mode)
+        is_other_job = any([job.register_identity() for job in self._jobs])  # a reinstalled Slurm counts from 1 again
+        mode = "force" if is_other_job and mode == "cache" else mode
+        modes = [mode, *["cache" if mode == "force" else mode] * (len(self._jobs) - 1)]  # one query covers all jobs
+        return joined_members([job.slurm_state(m) for job, m in zip(self._jobs, modes, strict=True)])
 
     def uid(self) -> int | None:
         """Return the user id of the job's owner; None if Slurm does not know the job."""
@@ -59,7 +63,8 @@ class SlurmJob:
             problem = f"the batch script of job {self.id} is not in this run's directory: it may be of another run"
             hint = f"if the directory was moved meanwhile, use `scancel {self.id}`"
             raise SubmissionError(problem, where=str(folder.parent), hint=hint)
-        self._job.cancel()
+        for job in self._jobs:
+            job.cancel()
 
 
 class LocalJob:
@@ -135,7 +140,7 @@ def job_of(run: RunDirectory) -> Job:
     if local:
         return LocalJob(run, int(local["pid"]), str(local.get("host")), float(local.get("started") or 0))
     if slurm:
-        return SlurmJob(run.path / "submission", str(slurm["job_id"]))
+        return SlurmJob(run.path / "submission", str(slurm["job_id"]), slurm.get("members") or ())
     raise SubmissionError("the run was never submitted", where=str(run.path), hint="start one with `holmes submit`")
 
 

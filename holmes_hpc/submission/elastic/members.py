@@ -1,0 +1,131 @@
+"""The decision for a run whose components are jobs of their own (`elastic.members`): they come and go separately.
+
+Training starts on the components whose nodes are there. The ranks save and end before a component joins or leaves, and
+start again with the plan for the nodes that are there then.
+"""
+
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.submission.elastic.decision import REJOIN_S, Beat, Decision, Sizes, State, decide_by_codes, place
+
+CHANGE_S = 10.0  # of training that a change costs, about
+ARRIVAL_S = 2.0  # between the arrivals of nodes whose jobs start together
+
+
+@dataclass
+class MemberState(State):
+    """What the coordinator knows if each component is a job of its own.
+
+    `complete`: the planned number of nodes of each component; `min_fabrics`: with fewer components training does not
+    begin; `own_member`: the component whose job the coordinator belongs to; `decides_from`: before this time, agents
+    may still report; `remaining_steps`: of the run."""
+
+    complete: Sizes = ()
+    min_fabrics: int = 1
+    own_member: int = 0
+    decides_from: float = 0.0
+    remaining_steps: int = 0
+
+    @classmethod
+    def of(cls, plan: Plan, settings: Mapping[str, Any], start: int, member: int) -> "MemberState":
+        """Return the state before any node has reported. `start`: claimed by a takeover, 0 at the beginning; `member`:
+        the component of this job."""
+        pools, complete = tuple(part.pool for part in plan.components), tuple(part.nodes for part in plan.components)
+        values = (float(settings["dead_s"]), {}, pools, int(settings["min_nodes"]), {complete: plan}, start)
+        state = cls(place(plan, pools, [()] * len(pools)), *values, is_takeover=start > 0, complete=complete)
+        state.min_fabrics, state.own_member = int(settings["min_fabrics"]), member
+        state.decides_from = time.monotonic() + (REJOIN_S if start else 0)
+        return state
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the coordinator's own job is being ended. Before its time limit only the agents get a signal."""
+        return self.is_stopping or any(b.is_leaving and b.member == self.own_member for b in self.beats.values())
+
+    def staying(self, now: float) -> list[str]:
+        """Return the nodes whose agents report and whose jobs are not being ended."""
+        return [node for node in self.present(now) if not self.beats[node].is_leaving]
+
+    def admit(self, beat: Beat, now: float) -> bool:
+        """Make the node of a new agent a spare node of its component. Return False while ranks of an earlier agent of
+        this node count as running."""
+        placement, index = self.placement, beat.member or 0
+        if beat.node in placement.nodes and beat.start < self.start:
+            return False
+        self.gone.discard(beat.node)
+        if not placement.nodes:  # others may follow
+            self.decides_from = max(self.decides_from, now + ARRIVAL_S)
+        if beat.node not in (*placement.nodes, *placement.spares[index]):
+            spares = [*placement.spares]
+            spares[index] += (beat.node,)
+            self.placement = replace(placement, spares=tuple(spares))
+        return True
+
+    def usable_nodes(self, staying: Collection[str]) -> list[list[str]]:
+        """Return the nodes of each component that the next start may use: none of a new component whose nodes are not
+        all there, unless another coordinator had it before."""
+        nodes = self.placement.usable_nodes(staying)
+        in_use = [bool(part.nodes) or self.is_takeover for part in self.placement.components]
+        rows = zip(nodes, self.complete, in_use, strict=True)
+        return [sorted(names) if is_used or len(names) >= count else [] for names, count, is_used in rows]
+
+    def sizes(self, staying: Collection[str]) -> Sizes:
+        """Return the number of nodes of each component that the next start needs a plan for."""
+        return tuple(map(min, map(len, self.usable_nodes(staying)), self.complete))
+
+    def missing_plans(self, now: float) -> list[Sizes]:
+        """Return the numbers of nodes without a plan that may be needed, the most urgent first: those of the present
+        nodes, with a component more or less, and with a node less."""
+        current = self.sizes(self.staying(now))
+        counts = [*enumerate(zip(current, self.complete, strict=True))]
+        toggled = [(*current[:i], 0 if count else complete, *current[i + 1 :]) for i, (count, complete) in counts]
+        fewer = [(*current[:i], max(0, count - 1), *current[i + 1 :]) for i, (count, _) in counts]
+        least = max(1, self.min_nodes)
+        return [n for n in dict.fromkeys([current, *toggled, *fewer]) if sum(n) >= least and n not in self.plans]
+
+
+def decide_members(state: MemberState, now: float) -> Decision:
+    """Return what the coordinator does next."""
+    placement, staying = state.placement, state.staying(now)
+    if now < state.decides_from:
+        return Decision()
+    lost = tuple(node for node in placement.nodes if state.is_lost(node, now))
+    if placement.nodes and state.is_started and not lost:
+        if not state.is_changing:
+            reason = _reason_to_change(state, staying)
+            return Decision(is_stop=True, reason=reason) if reason else decide_by_codes(state, now)
+        if len(state.codes()) < placement.world_size:  # a signal kills ranks that have not begun to train
+            return Decision()
+    if state.is_ending:
+        return Decision(is_handover=True)
+    if placement.nodes and not lost and not state.is_started and {*placement.nodes} <= {*staying}:
+        return Decision(is_go=state.have_ended(state.present(now)))
+    return _next_start(state, lost, staying)
+
+
+def _reason_to_change(state: MemberState, staying: Collection[str]) -> str:
+    """Return why the ranks should save and end; "" if they should not."""
+    leaving = [node for node in state.placement.nodes if node not in staying]
+    if leaving or state.is_ending:
+        return f"nodes {', '.join(leaving)} leave" if leaving else "the coordinator's job ends"
+    plan, larger = state.plan, state.plans.get(state.sizes(staying))
+    if plan is None or larger is None or plan.predicted is None or larger.predicted is None:
+        return ""
+    gain_s = state.remaining_steps * (plan.predicted.step_time_s - larger.predicted.step_time_s)
+    new_pools = sorted({part.pool for part in larger.components} - {part.pool for part in plan.components})
+    return f"{', '.join(new_pools) or 'another node'} joins" if gain_s > CHANGE_S else ""
+
+
+def _next_start(state: MemberState, lost: tuple[str, ...], staying: Collection[str]) -> Decision:
+    """Return the next start of the ranks on the nodes that stay; nothing while its plan or its nodes are missing."""
+    sizes, is_first = state.sizes(staying), state.plan is None
+    has_few = sum(map(bool, sizes)) < (state.min_fabrics if is_first else 1) or sum(sizes) < state.min_nodes
+    plan = None if has_few else state.plans.get(sizes)
+    if plan is None:
+        return Decision(lost)
+    text = "training begins" if is_first else "the nodes have changed"
+    return Decision(lost, place(plan, state.pools, state.usable_nodes(staying)), plan, reason=text)

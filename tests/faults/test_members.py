@@ -1,0 +1,106 @@
+"""Components as jobs of their own on the testbed: they join and leave, and every step is made once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import interruptions
+import pytest
+from faults import until
+
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.lifecycle.status import run_status
+
+pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
+STEPS = 240
+OPTIONS = ("elastic.enabled=true", "elastic.members=true", "elastic.spares=0", f"train.steps={STEPS}")
+FIRST_STEP_S, JOIN_S, GAP_S, TAKEOVER_S = 15.0, 20.0, 8.0, 25.0
+BUSY_S = 40
+
+
+@pytest.fixture(scope="module")
+def expected(root: Path) -> interruptions.Figures:
+    """Return the figures of one heterogeneous job."""
+    run = interruptions.submit(root / "heterogeneous", f"train.steps={STEPS}")
+    interruptions.follow_to_end(run)
+    return interruptions.figures(run)
+
+
+def lines_of(run: RunDirectory) -> list[dict]:
+    return [json.loads(line) for line in run.metrics_path.read_text().splitlines()] if run.metrics_path.exists() else []
+
+
+def sbatch(*arguments: str) -> str:
+    command = ["sbatch", "--parsable", "--output=/dev/null", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def scontrol(*arguments: str, command: str = "scontrol") -> None:
+    subprocess.run([command, *arguments], check=True, capture_output=True)
+
+
+def squeue(*arguments: str) -> str:
+    return subprocess.run(["squeue", "-h", "-o", "%T", *arguments], capture_output=True, text=True, check=False).stdout
+
+
+def jobs_of(run: RunDirectory) -> list[str]:
+    return [str(job) for job in run.read_run()["slurm"]["members"]]
+
+
+def check_steps(run: RunDirectory, expected: interruptions.Figures, attempts: int) -> None:
+    """Check that each step was made once and has the expected loss, and print the gaps between attempts."""
+    lines, log = lines_of(run), (run.logs / "batch.txt").read_text()
+    assert [line["step"] for line in lines] == [*range(1, STEPS + 1)], log
+    changes = [(a, b) for a, b in pairwise(lines) if a["attempt"] != b["attempt"]]
+    gaps = [round(b["time"] - a["time"], 1) for a, b in changes]
+    differences = [abs(line["loss"] / expected[line["step"]][0] - 1) for line in lines]
+    print(f"{run.name}: gaps {gaps} s, largest relative difference of losses {max(differences):.1e}")
+    assert lines[-1]["attempt"] == attempts, log
+    assert max(differences) < 1e-5 and max(gaps) < GAP_S
+    assert run_status(run).state == "completed"
+
+
+def test_training_starts_on_what_is_free_and_the_other_fabric_joins(
+    root: Path, expected: interruptions.Figures
+) -> None:
+    busy = sbatch("-p", "roce", "-N4", "--exclusive", f"--wrap=sleep {BUSY_S}")
+    until(lambda: "RUNNING" in squeue("-j", busy), "the other job")
+    submitted = time.time()
+    run = interruptions.submit(root / "joins", *OPTIONS)
+    until(lambda: lines_of(run), "the first step")
+    assert run_status(run).state == "running"
+    scontrol(busy, command="scancel")
+    freed = time.time()
+    until(lambda: lines_of(run)[-1]["attempt"] == 2, "the second attempt")
+    interruptions.follow_to_end(run)
+    first, joined = lines_of(run)[0]["time"], next(line["time"] for line in lines_of(run) if line["attempt"] == 2)
+    print(f"first step {first - submitted:.1f} s after submission, with RoCE {joined - freed:.1f} s after it was free")
+    check_steps(run, expected, 2)
+    assert first - submitted < FIRST_STEP_S and joined - freed < JOIN_S
+
+
+@pytest.mark.parametrize("member", [1, 0], ids=["a member", "the coordinator's"])
+@pytest.mark.parametrize("how", ["scancel", "requeue"])
+def test_a_fabric_leaves_without_a_lost_step(
+    how: str, member: int, root: Path, expected: interruptions.Figures
+) -> None:
+    run = interruptions.submit(root / f"{how}-{member}", *OPTIONS)
+    until(lambda: len(lines_of(run)) > 20, "step 20")
+    job = jobs_of(run)[member]
+    scontrol(job, command="scancel") if how == "scancel" else scontrol("requeue", job)
+    interruptions.follow_to_end(run)
+    check_steps(run, expected, 3 if how == "requeue" else 2)
+
+
+def test_cancelling_the_run_ends_all_members(root: Path) -> None:
+    run = interruptions.submit(root / "cancelled", *OPTIONS)
+    until(lambda: lines_of(run), "the first step")
+    subprocess.run([interruptions.HOLMES, "cancel", str(run.path)], check=True, capture_output=True)
+    until(lambda: run_status(run).ended, "the end")
+    assert run_status(run).state == "cancelled"
+    jobs = ",".join(jobs_of(run))
+    until(lambda: not squeue("-j", jobs, "-t", "running,pending"), "the end of all jobs")

@@ -1,0 +1,153 @@
+"""The decision for components that are jobs of their own: those that are there train, and changes lose no step."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from typing import Any
+
+import plans
+import pytest
+
+from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.submission.elastic.decision import Beat, Decision
+from holmes_hpc.submission.elastic.members import ARRIVAL_S, MemberState, decide_members
+
+NOW = 1000.0
+BOTH, IB = plans.plan("ib-a", "roce-a"), plans.plan("ib-a", step_time_s=2.0)
+WAIT = Decision()
+
+
+def state(*nodes: str, **changes: Any) -> MemberState:
+    """Return the state before training, after `nodes` have reported."""
+    made = MemberState.of(BOTH, {"dead_s": 3.0, "min_nodes": 1, "min_fabrics": 1}, 0, 0)
+    made.plans[2, 0] = IB
+    for node in nodes:
+        arrive(made, node)
+    return replace(made, **{"decides_from": 0.0, **changes})
+
+
+def arrive(made: MemberState, node: str, start: int = 0) -> bool:
+    beat = Beat(node, start, member=int(node.startswith("roce")))
+    is_admitted = made.admit(beat, NOW)
+    if is_admitted:
+        made.heard_at[node], made.beats[node] = NOW, beat
+    return is_admitted
+
+
+def follow(made: MemberState, decision: Decision) -> None:
+    """Do what the coordinator and its agents do."""
+    if decision.placement is not None:
+        made.placement, made.plan, made.start = decision.placement, decision.plan, made.start + 1
+        made.is_started = made.is_changing = False
+    made.is_started |= decision.is_go
+    made.is_changing |= decision.is_stop
+    for node, beat in made.beats.items():
+        running = len(made.placement.ranks_on(node)) if made.is_started else 0
+        made.beats[node] = replace(beat, start=made.start, running=running, codes={})
+
+
+def training(*nodes: str) -> MemberState:
+    made = state(*nodes)
+    for _ in range(2):
+        follow(made, decide_members(made, NOW))
+    assert made.is_started
+    return replace(made, remaining_steps=10**6)
+
+
+def end_ranks(made: MemberState, code: int = 0) -> None:
+    for node, beat in made.beats.items():
+        codes = dict.fromkeys(made.placement.ranks_on(node), code)
+        made.beats[node] = replace(beat, running=0, codes=codes)
+
+
+def planned(decision: Decision) -> tuple[Plan | None, list[str]]:
+    assert decision.placement is not None
+    return decision.plan, decision.placement.nodes
+
+
+def test_training_starts_on_the_complete_components() -> None:
+    assert decide_members(state("ib1"), NOW) == WAIT
+    assert planned(decide_members(state("ib1", "ib2", "roce1"), NOW)) == (IB, ["ib1", "ib2"])
+    assert planned(decide_members(state("ib1", "ib2", "roce1", "roce2"), NOW))[0] == BOTH
+    assert decide_members(state("ib1", "ib2", min_fabrics=2), NOW) == WAIT
+    assert decide_members(state("ib1", "ib2", plans={}), NOW) == WAIT  # it is being made
+    made = training("ib1", "ib2")
+    assert made.placement.nodes == ["ib1", "ib2"] and decide_members(made, NOW) == WAIT
+
+
+def test_nodes_whose_jobs_start_together_are_waited_for() -> None:
+    made = state("ib1", "ib2")
+    assert arrive(made, "roce1") and made.decides_from == NOW + ARRIVAL_S
+    assert decide_members(made, NOW + ARRIVAL_S - 0.1) == WAIT
+
+
+def test_a_component_joins_after_a_step_if_that_pays() -> None:
+    made = training("ib1", "ib2")
+    arrive(made, "roce1")
+    assert decide_members(made, NOW) == WAIT
+    arrive(made, "roce2")
+    assert decide_members(replace(made, remaining_steps=1), NOW) == WAIT
+    decision = decide_members(made, NOW)
+    assert decision == Decision(is_stop=True, reason="roce-a joins")
+    follow(made, decision)
+    assert decide_members(made, NOW) == WAIT
+    made.beats["ib1"] = replace(made.beats["ib1"], running=0, codes={0: -signal.SIGTERM})
+    assert decide_members(made, NOW) == WAIT
+    end_ranks(made, -signal.SIGTERM)
+    plan, nodes = planned(decide_members(made, NOW))
+    assert plan == BOTH and nodes == ["ib1", "ib2", "roce1", "roce2"]
+
+
+def test_a_component_that_leaves_is_given_back_after_a_step() -> None:
+    made = training("ib1", "ib2", "roce1", "roce2")
+    made.beats["roce2"] = replace(made.beats["roce2"], is_leaving=True)
+    decision = decide_members(made, NOW)
+    assert decision == Decision(is_stop=True, reason="nodes roce2 leave")
+    follow(made, decision)
+    made.beats["roce1"] = replace(made.beats["roce1"], is_leaving=True)
+    end_ranks(made)
+    assert planned(decide_members(made, NOW)) == (IB, ["ib1", "ib2"])
+
+
+def test_a_lost_component_leaves_the_others_training() -> None:
+    made = training("ib1", "ib2", "roce1", "roce2")
+    made.gone |= {"roce1", "roce2"}
+    decision = decide_members(made, NOW)
+    assert decision.lost == ("roce1", "roce2") and planned(decision) == (IB, ["ib1", "ib2"])
+    made.plans.clear()
+    assert decide_members(made, NOW) == Decision(("roce1", "roce2"))  # until the plan is made
+
+
+@pytest.mark.parametrize("is_at_limit", [False, True])
+def test_the_coordinator_hands_over_when_its_own_job_ends(is_at_limit: bool) -> None:
+    made = training("ib1", "ib2", "roce1", "roce2")
+    made.is_stopping = not is_at_limit
+    made.beats["ib2"] = replace(made.beats["ib2"], is_leaving=is_at_limit)
+    decision = decide_members(made, NOW)
+    assert decision.is_stop
+    follow(made, decision)
+    end_ranks(made)
+    assert decide_members(made, NOW) == Decision(is_handover=True)
+
+
+def test_a_node_whose_job_starts_again_waits_until_its_loss_is_known() -> None:
+    made = training("ib1", "ib2", "roce1", "roce2")
+    assert not arrive(made, "roce1")
+    made.gone |= {"roce1", "roce2"}
+    follow(made, decide_members(made, NOW))
+    assert arrive(made, "roce1") and arrive(made, "roce2") and not made.gone
+    assert made.placement.spares == ((), ("roce1", "roce2"))
+
+
+def test_the_run_ends_with_its_ranks() -> None:
+    made = training("ib1", "ib2")
+    end_ranks(made)
+    assert decide_members(made, NOW).code == 0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "sizes"), [((), [(0, 2)]), (("ib1", "ib2"), [(1, 0)]), (("roce1", "roce2"), [(0, 2), (0, 1)])]
+)
+def test_plans_are_made_for_what_may_come_next(nodes: tuple[str, ...], sizes: list[tuple[int, int]]) -> None:
+    assert state(*nodes).missing_plans(NOW) == sizes
