@@ -59,6 +59,8 @@ def plan_run(
     check_optimizer(config.train, plan)
     if not config.elastic.enabled and config.elastic != ElasticConfig():
         console.note("keys of the group elastic have no effect without --elastic")
+    if config.elastic.members and len(plan.components) == 1:
+        console.note("elastic.members has no effect: the plan has one pool, so it is one job anyway")
     note_requeues(plan, config)
     return plan, config
 
@@ -186,4 +188,7 @@ def show_estimates(estimates: Sequence[QueueEstimate], steps: int, *, stderr: bo
     for estimate in estimates:
         if estimate.reason:
             console.note(f"cannot run on {queue_estimate.nodes_text(estimate.plan)}: {estimate.reason}")
+    if (members := queue_estimate.member_starts(estimates, steps)) is not None:
+        starts = ", ".join(f"{pool} at {queue_estimate.clock(start)}" for pool, start in members[0].items())
+        console.note(f"with --elastic elastic.members=true: {starts}; end {queue_estimate.clock(members[1])}")
     console.note(f"the first start assumes slurm.timeout_min={estimates[0].timeout_min}")

@@ -4,6 +4,7 @@ No job is submitted.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import duration
 from holmes_hpc.slurm.commands import Answer, slurm_with_retries
 from holmes_hpc.slurm.scontrol import minutes
+from holmes_hpc.submission.elastic.members import CHANGE_S
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
 from holmes_hpc.submission.executor.component import ComponentRequest
 from holmes_hpc.submission.executor.preflight import check_components, start_time, try_component
@@ -139,6 +141,30 @@ def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) ->
             reason = str(e)
         estimates.append(QueueEstimate(plan, start, duration_s, timeout_min, reason))
     return sorted(estimates, key=lambda estimate: (estimate.end is None, estimate.end or 0.0))
+
+
+def member_starts(estimates: Sequence[QueueEstimate], steps: int) -> tuple[dict[str, float], float] | None:
+    """Return the start of each pool of the largest plan, and the end of `steps` steps, if each pool is a job of its own
+    (elastic.members), in Unix seconds. None if a plan or a start is missing for a set of pools that would train."""
+    by_nodes = {frozenset((c.pool, c.nodes) for c in e.plan.components): e for e in estimates}
+    largest = max(by_nodes, key=lambda nodes: (len(nodes), sum(count for _, count in nodes)))
+    single = {part: by_nodes.get(frozenset([part])) for part in largest}
+    starts = {part: e.start for part, e in single.items() if e is not None and e.start is not None}
+    if len(starts) < max(2, len(largest)):
+        return None
+    order = sorted(starts, key=lambda part: (starts[part], part))
+    now, left = starts[order[0]] + START_UP_S, float(steps)
+    for count in range(1, len(order) + 1):
+        estimate = by_nodes.get(frozenset(order[:count]))
+        if estimate is None or estimate.plan.predicted is None:
+            return None
+        step_s = estimate.plan.predicted.step_time_s
+        joins_at = starts[order[count]] if count < len(order) else math.inf
+        if now + left * step_s <= joins_at:
+            return {pool: starts[pool, n] for pool, n in order[:count]}, now + left * step_s
+        left -= max(0.0, joins_at - now) / step_s
+        now = max(now, joins_at) + CHANGE_S
+    return None
 
 
 def clock(seconds: float) -> str:
