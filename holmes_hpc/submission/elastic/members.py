@@ -35,11 +35,20 @@ class MemberState(State):
         """Return the state before any node has reported. `start`: claimed by a takeover, 0 at the beginning; `member`:
         the component of this job."""
         pools, complete = tuple(part.pool for part in plan.components), tuple(part.nodes for part in plan.components)
-        values = (float(settings["dead_s"]), {}, pools, int(settings["min_nodes"]), {complete: plan}, start)
-        state = cls(place(plan, pools, [()] * len(pools)), *values, is_takeover=start > 0, complete=complete)
-        state.min_fabrics, state.own_member = int(settings["min_fabrics"]), member
-        state.decides_from = time.monotonic() + (REJOIN_S if start else 0)
-        return state
+        return cls(
+            place(plan, pools, [()] * len(pools)),
+            float(settings["dead_s"]),
+            heard_at={},
+            pools=pools,
+            min_nodes=int(settings["min_nodes"]),
+            plans={complete: plan},
+            start=start,
+            is_takeover=start > 0,
+            complete=complete,
+            min_fabrics=int(settings["min_fabrics"]),
+            own_member=member,
+            decides_from=time.monotonic() + (REJOIN_S if start else 0),
+        )
 
     @property
     def is_ending(self) -> bool:
