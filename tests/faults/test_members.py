@@ -16,16 +16,25 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import run_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
-STEPS = 240
+STEPS = 120
 OPTIONS = ("elastic.enabled=true", "elastic.members=true", "elastic.spares=0", f"train.steps={STEPS}")
 FIRST_STEP_S, JOIN_S, GAP_S, TAKEOVER_S = 15.0, 20.0, 8.0, 25.0
 BUSY_S = 40
 
 
 @pytest.fixture(scope="module")
-def expected(root: Path) -> interruptions.Figures:
+def folder(root: Path) -> Path:
+    """Return a folder with the plan of a model that two fabrics train faster than one."""
+    path = root / "members"
+    path.mkdir()
+    interruptions.make_plan(path / "plan.yaml", "model.layers=4", "batch.global_size=16")
+    return path
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> interruptions.Figures:
     """Return the figures of one heterogeneous job."""
-    run = interruptions.submit(root / "heterogeneous", f"train.steps={STEPS}")
+    run = interruptions.submit(folder / "heterogeneous", f"train.steps={STEPS}")
     interruptions.follow_to_end(run)
     return interruptions.figures(run)
 
@@ -65,12 +74,12 @@ def check_steps(run: RunDirectory, expected: interruptions.Figures, attempts: in
 
 
 def test_training_starts_on_what_is_free_and_the_other_fabric_joins(
-    root: Path, expected: interruptions.Figures
+    folder: Path, expected: interruptions.Figures
 ) -> None:
     busy = sbatch("-p", "roce", "-N4", "--exclusive", f"--wrap=sleep {BUSY_S}")
     until(lambda: "RUNNING" in squeue("-j", busy), "the other job")
     submitted = time.time()
-    run = interruptions.submit(root / "joins", *OPTIONS)
+    run = interruptions.submit(folder / "joins", *OPTIONS)
     until(lambda: lines_of(run), "the first step")
     assert run_status(run).state == "running"
     scontrol(busy, command="scancel")
@@ -86,18 +95,18 @@ def test_training_starts_on_what_is_free_and_the_other_fabric_joins(
 @pytest.mark.parametrize("member", [1, 0], ids=["a member", "the coordinator's"])
 @pytest.mark.parametrize("how", ["scancel", "requeue"])
 def test_a_fabric_leaves_without_a_lost_step(
-    how: str, member: int, root: Path, expected: interruptions.Figures
+    how: str, member: int, folder: Path, expected: interruptions.Figures
 ) -> None:
-    run = interruptions.submit(root / f"{how}-{member}", *OPTIONS)
-    until(lambda: len(lines_of(run)) > 20, "step 20")
+    run = interruptions.submit(folder / f"{how}-{member}", *OPTIONS)
+    until(lambda: len(lines_of(run)) > 10, "step 10")
     job = jobs_of(run)[member]
     scontrol(job, command="scancel") if how == "scancel" else scontrol("requeue", job)
     interruptions.follow_to_end(run)
     check_steps(run, expected, 3 if how == "requeue" else 2, GAP_S if member else TAKEOVER_S)
 
 
-def test_cancelling_the_run_ends_all_members(root: Path) -> None:
-    run = interruptions.submit(root / "cancelled", *OPTIONS)
+def test_cancelling_the_run_ends_all_members(folder: Path) -> None:
+    run = interruptions.submit(folder / "cancelled", *OPTIONS)
     until(lambda: lines_of(run), "the first step")
     subprocess.run([interruptions.HOLMES, "cancel", str(run.path)], check=True, capture_output=True)
     until(lambda: run_status(run).ended, "the end")
