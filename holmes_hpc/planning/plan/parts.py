@@ -123,6 +123,7 @@ def _expert_and_context_mistakes(model: ModelSpec, sizes: Any, used: Mapping[str
         for name, is_used in used.items():
             yield is_given and is_used, f"{feature} not support {name}", "use only one of them", "plan"
     yield cp > 1 and model.dropout, "context parallelism does not support dropout", "use 0", "model.dropout"
-    heads, parts = model.kv_heads, cp * (sizes.tp or 1)
-    problem = f"all-to-all attention: TP x CP {parts} does not divide {heads} heads of keys and values"
-    yield cp > 1 and sizes.cp_comm == "a2a" and heads % parts, problem, "use ring", "plan.cp_comm"
+    if cp > 1 and sizes.cp_comm == "a2a":
+        heads, parts = model.kv_heads, cp * (sizes.tp or 1)
+        problem = f"all-to-all attention: TP x CP {parts} does not divide {heads} heads of keys and values"
+        yield heads % parts, problem, "use ring", "plan.cp_comm"
