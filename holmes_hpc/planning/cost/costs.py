@@ -78,12 +78,9 @@ class Costs:
         return Memo()
 
     def _software_on(self, gpu: Gpu) -> Software:
-        if gpu.attention in FLASH_ATTENTION and not gpu.is_cpu and self.dtype_of(gpu) == "fp32":
-            raise ConfigError(
-                f"attention {gpu.attention} supports only fp16 and bf16, but the weights are fp32",
-                where=f"gpu {gpu.name}",
-                hint="use attention: sdpa, or dtype bf16",
-            )
+        is_fp32_flash = gpu.attention in FLASH_ATTENTION and not gpu.is_cpu and self.dtype_of(gpu) == "fp32"
+        problem = f"attention {gpu.attention} supports only fp16 and bf16, but the weights are fp32"
+        ConfigError.refuse(f"gpu {gpu.name}", (is_fp32_flash, problem, "use attention: sdpa, or dtype bf16"))
         fused_norm = self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm
         attention = gpu.attention or self.software.attention
         if gpu.attention is None and attention in FLASH_ATTENTION and not gpu.has_bf16:

@@ -243,23 +243,16 @@ def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int
     micro-batches are ordered by their start if each replica computes without a pause. So every replica computes one of
     the first micro-batches: all replicas of a stage gather parameters in their first passes together.
     """
-    if parallel.dp > micro_batches:
-        raise PlanError(
-            f"stage {stage} has {parallel.dp} replicas for {micro_batches} micro-batches a step",
-            where="routing",
-            hint="use fewer replicas, or a larger batch",
-        )
+    problem = f"stage {stage} has {parallel.dp} replicas for {micro_batches} micro-batches a step"
+    hint = "use fewer replicas, or a larger batch"
+    PlanError.refuse("routing", (parallel.dp > micro_batches, problem, hint))
     if not parallel.weights:
         return tuple(k % parallel.dp for k in range(micro_batches))
     counts = [0] * parallel.dp
     for _ in range(micro_batches):
         counts[min(range(parallel.dp), key=lambda r: ((counts[r] + 1) / parallel.weights[r], r))] += 1
-    if 0 in counts:
-        raise PlanError(
-            f"stage {stage}: replica {counts.index(0)} gets none of {micro_batches} micro-batches",
-            where="routing",
-            hint="raise the replica's weight, or remove the replica",
-        )
+    problem = f"stage {stage}: replica {counts.index(min(counts))} gets none of {micro_batches} micro-batches"
+    PlanError.refuse("routing", (0 in counts, problem, "raise the replica's weight, or remove the replica"))
     starts = sorted((n / parallel.weights[r], r) for r, count in enumerate(counts) for n in range(count))
     return tuple(r for _, r in starts)
 

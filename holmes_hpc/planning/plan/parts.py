@@ -67,12 +67,8 @@ class Stage:
         check(self, "stages", PlanError)
         object.__setattr__(self, "chunks", self.chunks or (self.layers,))
         object.__setattr__(self, "layers", self.layers or sum(self.chunks))
-        if sum(self.chunks) != self.layers:
-            raise PlanError(
-                f"a stage has {self.layers} layers, but its chunks hold {' + '.join(map(str, self.chunks))}",
-                where="stages",
-                hint="correct `layers` or `chunks`",
-            )
+        problem = f"a stage has {self.layers} layers, but its chunks hold {' + '.join(map(str, self.chunks))}"
+        PlanError.refuse("stages", (sum(self.chunks) != self.layers, problem, "correct `layers` or `chunks`"))
 
 
 def lacks_layers(chunks: Sequence[Sequence[int]]) -> bool:

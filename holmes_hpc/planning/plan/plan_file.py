@@ -167,12 +167,9 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
         )
     try:
         version = data.get("version", UNIFORM)
-        if version not in (UNIFORM, PER_STAGE, VERSION):
-            raise PlanError(
-                f"plan version {version}, this release reads {UNIFORM} to {VERSION}",
-                where="plan",
-                hint="make the plan again with `holmes plan`",
-            )
+        problem = f"plan version {version}, this release reads {UNIFORM} to {VERSION}"
+        hint = "make the plan again with `holmes plan`"
+        PlanError.refuse("plan", (version not in (UNIFORM, PER_STAGE, VERSION), problem, hint))
         flat = flatten(data)
         plan: Any = make(cls, _stored_fields(flat), "plan", PlanError)
         # Version 2 listed other groups for a plan that is a grid.

@@ -48,14 +48,9 @@ class Order:
     def __post_init__(self) -> None:
         kind = self.schedule
         kind.check_chunks(self.chunks)
-        PlanError.refuse(
-            "schedule",
-            (
-                self.chunks > 1 and self.micro_batches % self.stages,
-                f"{self.micro_batches} micro-batches are no multiple of PP, {self.stages}",
-                f"with virtual stages, use a multiple of {self.stages} micro-batches",
-            ),
-        )
+        problem = f"{self.micro_batches} micro-batches are no multiple of PP, {self.stages}"
+        hint = f"with virtual stages, use a multiple of {self.stages} micro-batches"
+        PlanError.refuse("schedule", (self.chunks > 1 and self.micro_batches % self.stages, problem, hint))
         if not kind.deepens:
             in_flight = kind.in_flight(self.stages, self.micro_batches, self.chunks)
             object.__setattr__(self, "in_flight", in_flight)

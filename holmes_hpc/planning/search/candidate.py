@@ -153,12 +153,8 @@ class Evaluator:
         o, is_hierarchical = self.options, placement.strategy == "hierarchical-dp"
         first_stages = accumulate((0 if is_hierarchical else b.stages for b in placement.blocks), initial=0)
         divides = (batch := self._batch(placement.micro_size)).sequence_length % placement.tp == 0
-        if o.sequence_parallel and not divides:
-            raise PlanError(
-                f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}",
-                where="plan",
-                hint="remove plan.sequence_parallel",
-            )
+        problem = f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}"
+        PlanError.refuse("plan", (o.sequence_parallel and not divides, problem, "remove plan.sequence_parallel"))
         parallel = Parallel.uniform(
             placement.tp,
             placement.pp,
