@@ -140,12 +140,9 @@ def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, li
             runs.append(_observed(record, config.calibration))
         except (HolmesError, KeyError, TypeError, ValueError, AttributeError) as e:
             skipped.append(f"{record.name}: {e if isinstance(e, HolmesError) else 'its record is incomplete'}")
-    if not runs:
-        raise ConfigError(
-            "no run to learn from" + (f" ({skipped[0]})" if skipped else ""),
-            where=f"--learn {root}",
-            hint=f"give a directory with runs of at least {WARM_UP + 2} steps",
-        )
+    problem = "no run to learn from" + (f" ({skipped[0]})" if skipped else "")
+    hint = f"give a directory with runs of at least {WARM_UP + 2} steps"
+    ConfigError.refuse(f"--learn {root}", (not runs, problem, hint))
     return fit_corrections(runs[-MAX_RUNS:]), skipped
 
 

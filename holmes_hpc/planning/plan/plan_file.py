@@ -247,15 +247,11 @@ def _check_derived(plan: Any, flat: Mapping[str, Any]) -> None:
     """Raise PlanError if a derived key differs from its computed value."""
     computed = to_dict(plan)
     for name, names in _derived_names(plan).items():
-        pairs = _differences(flat[name], computed[name], names, name) if name in flat else ()
-        for where, written, value in pairs:
-            if name == "transports" and flat[name] == _without_control(computed[name]):
-                continue
-            raise PlanError(
-                f"it is {_shown(written)}, but the other keys give {_shown(value)}",
-                where=where,
-                hint="remove the key (it is derived), or change the keys it is derived from",
-            )
+        if name not in flat or (name == "transports" and flat[name] == _without_control(computed[name])):
+            continue
+        for where, written, value in _differences(flat[name], computed[name], names, name):
+            hint = "remove the key (it is derived), or change the keys it is derived from"
+            raise PlanError(f"it is {_shown(written)}, but the other keys give {_shown(value)}", where=where, hint=hint)
 
 
 def _differences(written: Any, computed: Any, names: Sequence[str], where: str) -> Iterator[tuple[str, Any, Any]]:
