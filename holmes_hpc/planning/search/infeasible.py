@@ -91,9 +91,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     batch or the site.
     """
     o, model = evaluator.options, evaluator.model
-    least, error = _least_shortage(evaluator, placements)
-    if least is None and error is not None:
-        raise error
+    least = _least_shortage(evaluator, placements)
     if least is None or least.fits:  # not memory, the options exclude every placement
         causes = [
             f"plan.{name}={list(value) if isinstance(value, tuple) else value}"
@@ -164,16 +162,14 @@ def _search_shortage(problem: Problem) -> PlacementShortage | None:
     unlimited = replace(problem.options, max_memory_gib=float("inf"), search_micro_size=False)
     try:
         placements = Space(problem._replace(options=unlimited)).placements()
-        return _least_shortage(Evaluator(problem), placements)[0]
+        return _least_shortage(Evaluator(problem), placements)
     except PlanError:
         return None
 
 
-def _least_shortage(
-    evaluator: Evaluator, placements: list[Placement]
-) -> tuple[PlacementShortage | None, PlanError | None]:
-    """Return (the least shortage of any placement, the last error of a placement that cannot be laid out).
-    Either is None if there is none."""
+def _least_shortage(evaluator: Evaluator, placements: list[Placement]) -> PlacementShortage | None:
+    """Return the least shortage of any placement; None if there is no placement.
+    Raise the last PlanError if none can be laid out."""
     o, chunks = evaluator.options, evaluator.options.virtual_stages or 1
     shortages, error = list[PlacementShortage](), None
     kind = candidate_schedules(o.schedule, chunks, background=False)[-1]
@@ -185,7 +181,9 @@ def _least_shortage(
                 shortages.append(PlacementShortage(shortage(layout, layers, o.max_memory_gib), placement))
         except PlanError as e:
             error = e
-    return min(shortages, key=lambda s: s.memory.missing_bytes, default=None), error
+    if error and not shortages:
+        raise error
+    return min(shortages, key=lambda s: s.memory.missing_bytes, default=None)
 
 
 def _recompute(o: PlanOptions) -> str:
