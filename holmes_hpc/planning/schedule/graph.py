@@ -60,7 +60,8 @@ class NodeNumbers:
     """The node numbers and columns of an order's graph.
 
     `transfers`, `collectives`, `weights`: the number of the first stage transfer, collective and weight pass.
-    `micro_batch`: of each turn, (T,). `turn_of`: {(micro-batch, chunk) of a forward pass: its turn}.
+    `micro_batch`: of each turn, (T,). `turn_of`: {(micro-batch, chunk) of a forward pass: its turn}. `chunk_of`: by
+    direction, the chunk of each turn, (T,): backward passes go through the chunks in reverse.
     """
 
     def __init__(self, order: Order) -> None:
@@ -74,7 +75,7 @@ class NodeNumbers:
         turns = order.turns()
         self.micro_batch = np.array([m for m, _ in turns])
         chunk = np.array([c for _, c in turns])
-        self._chunk_of = chunk, self.chunks - 1 - chunk
+        self.chunk_of = chunk, self.chunks - 1 - chunk
         self.turn_of = {turn: t for t, turn in enumerate(turns)}
 
     def node(self, stage: int, p: Pass) -> int:
@@ -90,10 +91,6 @@ class NodeNumbers:
         """Return the node number of a stage transfer."""
         return self.transfers + self.node(transfer.source, transfer.source_pass)
 
-    def chunk_of(self, direction: int) -> np.ndarray:
-        """Return the chunk of each turn, (T,): backward passes go through the chunks in reverse."""
-        return self._chunk_of[direction]
-
     def columns(self, exists: np.ndarray) -> np.ndarray:
         """Return the column of each node in `Durations.table`.
         `exists`: whether the schedule has each transfer; the others get the last column, of zeros."""
@@ -104,8 +101,8 @@ class NodeNumbers:
         column = np.full(self.count, zeros)
         stage = np.arange(self.stages)[:, None]
         passes = column[: self.transfers].reshape(self.stages, 2, self.turns)
-        passes[:, 0] = start_of["forward"] + stage * self.chunks + self.chunk_of(0)
-        passes[:, 1] = start_of["backward"] + stage * self.chunks + self.chunk_of(1)
+        passes[:, 0] = start_of["forward"] + stage * self.chunks + self.chunk_of[0]
+        passes[:, 1] = start_of["backward"] + stage * self.chunks + self.chunk_of[1]
         transfers = column[self.transfers : self.collectives].reshape(passes.shape)
         transfers[:, 0] = start_of["down"] + stage
         is_last = self.micro_batch == self.order.micro_batches - 1
@@ -136,7 +133,7 @@ class NodeNumbers:
         return {
             "stage": index // self.turns // 2,
             "kind": "send" if is_transfer else ("forward", "backward")[direction],
-            "chunk": int(self.chunk_of(direction)[turn]),
+            "chunk": int(self.chunk_of[direction][turn]),
             "micro_batch": int(self.micro_batch[turn]),
         }
 
@@ -259,7 +256,7 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
             required = required_sends[stage][positions]
             arcs.append((later_transfers[required >= 0], required[required >= 0]))
     # On the last stage, the backward passes of the last chunk follow the forward passes of their micro-batches.
-    backward_turns = np.flatnonzero(n.chunk_of(1) == n.chunks - 1)
+    backward_turns = np.flatnonzero(n.chunk_of[1] == n.chunks - 1)
     forward_turns = np.array([n.turn_of[m, n.chunks - 1] for m in n.micro_batch[backward_turns].tolist()])
     first_node = 2 * (n.stages - 1) * n.turns
     arcs.append((first_node + n.turns + backward_turns, first_node + forward_turns))
@@ -286,7 +283,7 @@ def _is_sent(n: NodeNumbers, stage: int, direction: int) -> np.ndarray:
         return np.zeros(n.turns, dtype=bool)
     if stage != (n.stages - 1 if direction == 0 else 0):
         return np.ones(n.turns, dtype=bool)
-    return np.asarray(n.chunk_of(direction) != (n.chunks - 1 if direction == 0 else 0))
+    return np.asarray(n.chunk_of[direction] != (n.chunks - 1 if direction == 0 else 0))
 
 
 def _arrivals(n: NodeNumbers, stage: int, direction: int) -> tuple[np.ndarray, np.ndarray]:
