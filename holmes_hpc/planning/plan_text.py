@@ -35,7 +35,7 @@ MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
 _NOTED = re.compile(r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of")
 _NIC_ASSUMED = re.compile(r"Ethernet only is assumed|assumed by `holmes site`: .*\bnic\b")
-TOO_CLOSE = 0.03  # of a step: layouts that differ by more are in the right order in 93% of pairs (docs/planner.md)
+TOO_CLOSE = 0.03  # of a step: layouts that differ by more are in the right order in 91% of pairs (docs/planner.md)
 
 
 def summary(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
