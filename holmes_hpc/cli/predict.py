@@ -184,8 +184,8 @@ class _Software:
 
 
 def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) -> tuple[_Software, list[str]]:
-    """Return software and overrides of Megatron-LM's arguments, and note them on stderr. What the user set wins.
-    Raise ConfigError if `overrides` name a model."""
+    """Return (software settings, overrides) that stand for Megatron-LM's arguments, and note them on stderr. Values
+    that the user set take precedence. Raise ConfigError if `overrides` name a model."""
     user_keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if "model" in user_keys:
         raise ConfigError("they describe a model too", where="--megatron-args", hint="leave out the other model")

@@ -36,9 +36,9 @@ class Collectives:
     def reduce_scatter(self, ranks: int, nodes: int, instances: int = 1) -> float:
         """Return the traffic of the reduce-scatter that sends least, for a group of `ranks` ranks on `nodes` nodes.
 
-        The choices are the library's own, and an all-to-all whose receivers compute the sums. A ring leaves each node
-        once. An all-to-all leaves it once from each of its ranks to each rank of other nodes. Megatron-Core has no
-        all-to-all for several optimizer `instances`.
+        It compares the library's own reduce-scatter, a ring, with an all-to-all whose receivers compute the sums. In a
+        ring, one rank of each node sends to another node. In an all-to-all, every rank sends to every rank of other
+        nodes. Megatron-Core has no all-to-all for several optimizer `instances`.
         """
         per_node = ranks / nodes
         all_to_all = per_node * (ranks - per_node) / max(1, ranks - 1) if nodes > 1 else 1.0

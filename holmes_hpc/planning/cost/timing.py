@@ -124,8 +124,8 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
 
 @memoised("recompute", "bucket_bytes")
 def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
-    """Return the durations, `gather` and `parameters` of each stage in its own view, (layers, S) each.
-    The rows are those of :attr:`Layout.all_layers`."""
+    """Return tables of the durations, `gather` and `parameters`, (layers, S) each: of each stage in its own layout
+    (:attr:`Layout.views`), if it has as many layers as the row of :attr:`Layout.all_layers`."""
 
     def of_view(view: Layout) -> dict[str, np.ndarray]:
         times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)

@@ -148,6 +148,7 @@ def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
     arguments = [job.quote(part) for parts in patterns for part in parts]
     numbers = count(1)
     files = ['"' + "$SLURM_PROCID".join(f"${{{next(numbers)}}}" for _ in parts) + '"' for parts in patterns]
+    # as in: exec >>"${1}$SLURM_PROCID${2}" 2>&1; shift 2
     redirect = f"exec >>{files[0]} 2>{'&1' if job.rank_error is None else f'>{files[1]}'}; shift {len(arguments)}"
     lines = ("\n" if setup else "; ").join([redirect, *setup, 'exec "$@"'])
     return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *arguments])
