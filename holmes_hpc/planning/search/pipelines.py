@@ -131,9 +131,7 @@ def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) ->
     stages, micro_batches, used = counts.sum(axis=1), costs.micro_batches // dp, counts > 0
     reduce, gather = costs.sync_s(dp)
     layers = tau[:, None] / costs.layer_s * used  # that a stage of each pool can compute in tau
-    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[
-        :, None
-    ]  # at most all
+    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]  # at most all
     inside, between = costs.cached(costs.transfers_s, dp)
     slowest_edge, all_edges = spanning_tree_edges(between, used)
     round_trip = 2 * ((counts * inside).sum(axis=1) + all_edges)
