@@ -107,14 +107,19 @@ def when(epoch: float) -> str:
     return moment.strftime("%H:%M" if moment.date() == datetime.now().date() else "%Y-%m-%d %H:%M")
 
 
+def _common_state(states: Sequence[SlurmState]) -> SlurmState:
+    """Return the state of a job whose components have `states`; the first of them if all are unknown to this module."""
+    return next((s for s in (*ACTIVE, *ENDED) if s in states), states[0])
+
+
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     """Return the state of one job from the rows of its components. `source`: the command that reported them."""
     ordered = sorted(rows, key=lambda r: r.offset)
     if not ordered:
         return JobState()
     states = [r.state for r in ordered]
-    active = [s for s in ACTIVE if s in states]
-    state = active[0] if active else next((s for s in ENDED if s in states), states[0])
+    state = _common_state(states)
+    active = state in ACTIVE
     codes = [r.exit_code for r in ordered if r.exit_code]
     reasons = [r.reason for r in ordered if r.state == state and (active or r.reason not in _STALE)]
     reason = next(filter(None, reasons), "")
@@ -149,9 +154,9 @@ def joined_members(states: Sequence[JobState]) -> JobState:
     """Return the state of a run whose components are jobs with these `states`: it runs while one of them runs."""
     if len(states) == 1:
         return states[0]
-    order = (*ACTIVE, *ENDED)
-    first = min(states, key=lambda s: order.index(s.state) if s.state in order else len(order))
+    names = tuple(s.state for s in states)
+    first = states[names.index(_common_state(names))]
     nodes = ",".join(s.nodes for s in states if s.nodes)
     waiting = [] if first.waits else [s for s in states if s.waits]
     text = f"{len(waiting)} of {len(states)} jobs wait: {waiting[0].why or waiting[0].state}" if waiting else ""
-    return replace(first, nodes=nodes, components=tuple(s.state for s in states), waiting=text)
+    return replace(first, nodes=nodes, components=names, waiting=text)
