@@ -14,7 +14,7 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.extras import missing
 from holmes_hpc.records.ownership import careful_umask
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.executor.environment import LEADER, MEMBER
+from holmes_hpc.submission.executor.environment import LEADER, own_member
 from holmes_hpc.submission.lifecycle.requeue_decision import watch_batch_script
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_megatron_core
 from holmes_hpc.submission.local_ranks import preload_with
@@ -39,7 +39,7 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
         settings, unrecorded = recorded(config)
         allow_open_files(rank_and_size()[1])
         check_megatron_core(settings.train.optimizer)
-        if LEADER in os.environ and MEMBER not in os.environ and rank_and_size()[0] == 0:
+        if LEADER in os.environ and own_member() is None and rank_and_size()[0] == 0:
             watch_batch_script(run)
         return _load_task(settings)(settings, unrecorded)
 

@@ -32,7 +32,7 @@ from holmes_hpc.submission.elastic.connection import (
     read_published,
 )
 from holmes_hpc.submission.elastic.decision import AT_LIMIT, JOIN_S, Beat
-from holmes_hpc.submission.executor.environment import LEADER, MEMBER
+from holmes_hpc.submission.executor.environment import LEADER, own_member
 from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.local_ranks import preload, redirect_output
 from holmes_hpc.waiting import attempts
@@ -50,7 +50,7 @@ class Agent:
         self._is_stopped = False  # the ranks are told to save and end
         self._ranks, self._codes = dict[int, int](), dict[int, int]()  # process id -> rank; rank -> exit code
         self.coordinator = 0  # process id of the one that this agent has started
-        self.member = int(os.environ[MEMBER]) if MEMBER in os.environ else None
+        self.member = own_member()
         self.is_leaving, self.is_known = False, False  # its job is being ended; a coordinator has answered it
         self.is_at_limit, self.has_trained = False, False
         for number in SIGNALS:
@@ -64,6 +64,9 @@ class Agent:
         if self.member is not None:
             self.is_leaving, self.is_at_limit = True, number == signal.SIGUSR2
             return
+        self._signal_ranks(number)
+
+    def _signal_ranks(self, number: int) -> None:
         for pid in self._ranks:
             os.kill(pid, number)
 
@@ -86,8 +89,7 @@ class Agent:
                 return False
             if order.is_stop and not self._is_stopped:
                 self._is_stopped = True
-                for pid in self._ranks:
-                    os.kill(pid, signal.SIGTERM)
+                self._signal_ranks(signal.SIGTERM)
             if order.is_go and not self._is_forked:
                 self._is_forked, agent = True, os.getpid()
                 self.has_trained |= order.ranks > 0
@@ -106,8 +108,7 @@ class Agent:
                 self._codes[self._ranks.pop(pid)] = os.waitstatus_to_exitcode(status)
 
     def end_ranks(self) -> None:
-        for pid in self._ranks:
-            os.kill(pid, signal.SIGKILL)
+        self._signal_ranks(signal.SIGKILL)
         self._reap(0)
 
     def _become_rank(self, order: Order, index: int, agent: int) -> None:

@@ -42,6 +42,11 @@ class ComponentRanks:
     tasks_per_node: int
 
 
+def own_member(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Return the index of the component whose job this is; None unless each component is a job of its own."""
+    return int(environ[MEMBER]) if MEMBER in environ else None
+
+
 def tasks_per_node(parts: Iterable[ComponentRequest]) -> list[tuple[str, str]]:
     """Return (variable, value) pairs that export the number of tasks per node of each component."""
     return [(TASKS_PER_NODE.format(index), str(part.tasks_per_node)) for index, part in enumerate(parts)]
