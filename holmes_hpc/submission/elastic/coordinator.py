@@ -40,7 +40,7 @@ from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, p
 from holmes_hpc.submission.elastic.decision import AT_LIMIT, Beat, Placement, State, decide, place
 from holmes_hpc.submission.elastic.members import MemberState, decide_members
 from holmes_hpc.submission.elastic.planner import Planner
-from holmes_hpc.submission.executor.environment import LEADER, MEMBER, ComponentRanks, ranks_of_job
+from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, own_member, ranks_of_job
 from holmes_hpc.submission.lifecycle import batch_end
 from holmes_hpc.submission.lifecycle.attempts import (
     attempt_id,
@@ -53,7 +53,7 @@ from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
 END_S = 3.0  # limit of the agents' and srun's end
-COUNT_S = 2.0  # between counts of the remaining steps
+COUNT_S = 2.0  # between looks at the last step
 
 
 class Coordinator:
@@ -124,8 +124,7 @@ class Coordinator:
             if decision.placement is not None:
                 self._ended = "node lost" if decision.lost else "nodes changed" if decision.plan else "rank killed"
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
-            needs_plans = state.is_started or state.gone or isinstance(state, MemberState)
-            missing_plans = state.missing_plans(now) if needs_plans else []
+            missing_plans = state.missing_plans(now)
         if decision.is_go:  # agents are answered while files are written
             self._go()
         elif decision.code and decision.reason:
@@ -136,8 +135,7 @@ class Coordinator:
         self._planner.poll(missing_plans, state.plans)
         if isinstance(state, MemberState) and now > self._counted_at + COUNT_S:
             self._counted_at = now
-            steps, last = int(self._run.config["train"]["steps"]), int(last_metrics(self._run).get("step", 0))
-            state.remaining_steps = steps - last
+            state.last_step = int(last_metrics(self._run).get("step", 0))
         return decision.code
 
     def is_superseded(self) -> bool:
@@ -197,7 +195,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     """Serve the agents until the run is over. Return the step's exit status.
     `srun`: its process id, 0 after a takeover, which has claimed `start`."""
     folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
-    member = int(os.environ[MEMBER]) if MEMBER in os.environ else None
+    member = own_member()
     if srun and member is not None and not claim(folder, 1, ()):  # another member coordinates
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return wait_for(srun)
@@ -208,7 +206,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
         state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
         state.start = start
     else:
-        state = MemberState.of(planner.job_plan, run.config["elastic"], 0 if srun else start, member)
+        state = MemberState.of(planner.job_plan, run.config, 0 if srun else start, member)
     state.is_takeover = not srun
     if state.is_takeover:
         lost = f", without {compress(sorted(state.gone))}" if state.gone else ""

@@ -139,7 +139,10 @@ class State:
         return [node for node in self.beats if not self.is_lost(node, now)]
 
     def missing_plans(self, now: float) -> list[Sizes]:
-        """Return the numbers of nodes without a plan that are needed now, or after the loss of one more node."""
+        """Return the numbers of nodes without a plan that are needed now, or after the loss of one more node.
+        There are none before the first start, which planning would delay."""
+        if not self.is_started and not self.gone:
+            return []
         components = self.placement.components
         remaining = [len(nodes) for nodes in self.placement.usable_nodes(self.present(now))]
         is_smaller = any(count < len(part.nodes) for count, part in zip(remaining, components, strict=True))

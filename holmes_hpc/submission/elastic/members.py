@@ -22,18 +22,20 @@ class MemberState(State):
 
     `complete`: the planned number of nodes of each component; `min_fabrics`: with fewer components training does not
     begin; `own_member`: the component whose job the coordinator belongs to; `decides_from`: before this time, agents
-    may still report; `remaining_steps`: of the run."""
+    may still report; `steps`, `last_step`: of the run."""
 
     complete: Sizes = ()
     min_fabrics: int = 1
     own_member: int = 0
     decides_from: float = 0.0
-    remaining_steps: int = 0
+    steps: int = 0
+    last_step: int = 0
 
     @classmethod
-    def of(cls, plan: Plan, settings: Mapping[str, Any], start: int, member: int) -> "MemberState":
-        """Return the state before any node has reported. `start`: claimed by a takeover, 0 at the beginning; `member`:
-        the component of this job."""
+    def of(cls, plan: Plan, config: Mapping[str, Any], start: int, member: int) -> "MemberState":
+        """Return the state before any node has reported. `config`: of the run; `start`: claimed by a takeover, 0 at the
+        beginning; `member`: the component of this job."""
+        settings = config["elastic"]
         pools, complete = tuple(part.pool for part in plan.components), tuple(part.nodes for part in plan.components)
         return cls(
             place(plan, pools, [()] * len(pools)),
@@ -47,6 +49,7 @@ class MemberState(State):
             complete=complete,
             min_fabrics=int(settings["min_fabrics"]),
             own_member=member,
+            steps=int(config["train"]["steps"]),
             decides_from=time.monotonic() + (REJOIN_S if start else 0),
         )
 
@@ -124,7 +127,7 @@ def _reason_to_change(state: MemberState, staying: Collection[str]) -> str:
     plan, larger = state.plan, state.plans.get(state.sizes(staying))
     if plan is None or larger is None or plan.predicted is None or larger.predicted is None:
         return ""
-    gain_s = state.remaining_steps * (plan.predicted.step_time_s - larger.predicted.step_time_s)
+    gain_s = (state.steps - state.last_step) * (plan.predicted.step_time_s - larger.predicted.step_time_s)
     new_pools = sorted({part.pool for part in larger.components} - {part.pool for part in plan.components})
     return f"{', '.join(new_pools) or 'another node'} joins" if gain_s > CHANGE_S else ""
 

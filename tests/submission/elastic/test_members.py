@@ -16,11 +16,12 @@ from holmes_hpc.submission.elastic.members import ARRIVAL_S, MemberState, decide
 NOW = 1000.0
 BOTH, IB = plans.plan("ib-a", "roce-a"), plans.plan("ib-a", step_time_s=2.0)
 WAIT = Decision()
+CONFIG = {"elastic": {"dead_s": 3.0, "min_nodes": 1, "min_fabrics": 1}, "train": {"steps": 10**6}}
 
 
 def state(*nodes: str, **changes: Any) -> MemberState:
     """Return the state before training, after `nodes` have reported."""
-    made = MemberState.of(BOTH, {"dead_s": 3.0, "min_nodes": 1, "min_fabrics": 1}, 0, 0)
+    made = MemberState.of(BOTH, CONFIG, 0, 0)
     made.plans[2, 0] = IB
     for node in nodes:
         arrive(made, node)
@@ -52,7 +53,7 @@ def training(*nodes: str) -> MemberState:
     for _ in range(2):
         follow(made, decide_members(made, NOW))
     assert made.is_started
-    return replace(made, remaining_steps=10**6)
+    return made
 
 
 def end_ranks(made: MemberState, code: int = 0) -> None:
@@ -87,7 +88,7 @@ def test_a_component_joins_after_a_step_if_that_pays() -> None:
     arrive(made, "roce1")
     assert decide_members(made, NOW) == WAIT
     arrive(made, "roce2")
-    assert decide_members(replace(made, remaining_steps=1), NOW) == WAIT
+    assert decide_members(replace(made, last_step=10**6 - 1), NOW) == WAIT
     decision = decide_members(made, NOW)
     assert decision == Decision(is_stop=True, reason="roce-a joins")
     follow(made, decision)
