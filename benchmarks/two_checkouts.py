@@ -2,14 +2,14 @@
 
     holmes testbed up evaluation; eval "$(holmes testbed env)"
     python benchmarks/two_checkouts.py OLD/.venv/bin/holmes NEW/.venv/bin/holmes [--pairs 5] [--steps 8] \\
-        [--jobs light,paper-like:RoCE] [--add KEY=VALUE] [--out FILE]
+        [--jobs light,paper-like:RoCE] [--add KEY=VALUE] [--without] [--out FILE]
 
 A job is a regime of the evaluation, with its environment (hybrid without one). Runs alternate: old, new, new, old, … A
 run's figure is the median of its step times without the first. Prints each pair, the median ratio old/new with its 95%
 interval (results.statistics.repeats_interval; above 1 the new checkout is faster), and of emulated compute the share of
 the limit: the step time if every layer took its pace and no rank waited, over the step time. `--add`: overrides for the
-new checkout. `--out`: appends a line of JSON for each run. The job `demo` needs the testbed's default topology, the
-regimes need `evaluation`.
+new checkout; with `--without`, it also runs without them. `--out`: appends a line of JSON for each run. The job `demo`
+needs the testbed's default topology, the regimes need `evaluation`.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def main() -> None:
     options.add_argument("--jobs", default=",".join(REGIMES))
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--add", action="append", default=[])
+    options.add_argument("--without", action="store_true")
     options.add_argument("--out", type=Path)
     arguments = options.parse_args()
     print(
@@ -95,22 +96,26 @@ def main() -> None:
         f"{arguments.steps} steps; 4 nodes; shaped NICs, emulated compute except in unpaced",
         flush=True,
     )
-    checkouts = {"old": arguments.old, "new": arguments.new}
+    systems = {"old": (arguments.old, ()), "new": (arguments.new, arguments.add)}
+    if arguments.without:
+        systems["new without"] = (arguments.new, ())
     for job in arguments.jobs.split(","):
         pairs = []
         for pair in range(arguments.pairs):
             figures = {}
-            for name in ("old", "new") if pair % 2 == 0 else ("new", "old"):
-                added = [f"train.steps={arguments.steps}", *(arguments.add if name == "new" else ())]
+            for name in list(systems)[:: 1 if pair % 2 == 0 else -1]:
+                holmes, added = systems[name]
                 with tempfile.TemporaryDirectory(prefix="holmes-pair-") as folder:
-                    figures[name] = run(str(Path(checkouts[name]).absolute()), job, added, Path(folder) / "run")
+                    overrides = [f"train.steps={arguments.steps}", *added]
+                    figures[name] = run(str(Path(holmes).absolute()), job, overrides, Path(folder) / "run")
                 if arguments.out:
                     with arguments.out.open("a") as file:
                         file.write(json.dumps({"checkout": name, **figures[name]}) + "\n")
             pairs.append(figures)
             print(f"{job} pair {pair + 1}: {', '.join(map(_text, figures.items()))}", flush=True)
-        ratio = repeats_interval([pair["old"]["step_s"] / pair["new"]["step_s"] for pair in pairs])
-        print(f"{job}: old/new {ratio.median:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}", flush=True)
+        for name in list(systems)[1:]:
+            ratio = repeats_interval([pair["old"]["step_s"] / pair[name]["step_s"] for pair in pairs])
+            print(f"{job}: old/{name} {ratio.median:.3f}, 95% interval {ratio.low:.3f} to {ratio.high:.3f}", flush=True)
 
 
 def _text(item: tuple[str, dict[str, Any]]) -> str:

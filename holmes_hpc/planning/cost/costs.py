@@ -39,6 +39,11 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MIN_COMPUTE_SHARE = 0.2  # of a time measured under TP: the collectives take at most the remainder
 
 
+# An emulated pass takes this long beside its layers, for messages and for ranks that wake up late on shared cores:
+# fitted to the *light* runs of the evaluation, on two cores (benchmarks/results/limit.md).
+EMULATED_PASS_S = 1.9e-3
+
+
 @dataclass(frozen=True)
 class Costs:
     """The sources of all times, best first: `calibration`, `pace_layer_ms` (emulated compute), published figures.
@@ -205,7 +210,9 @@ class Costs:
     def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
         """Return the fixed seconds of a pass of one of a stage's `chunks`, outside layers, embedding and head."""
         measured = self._measured_pool(pool)
-        if measured is not None and measured.pass_s is not None and not self.pace_layer_ms:
+        if self.pace_layer_ms:
+            return 0.0 if self.is_measured(pool) else EMULATED_PASS_S
+        if measured is not None and measured.pass_s is not None:
             return measured.pass_s / chunks
         if not self.is_modelled(pool):
             return 0.0
