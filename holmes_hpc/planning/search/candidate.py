@@ -350,13 +350,12 @@ class Evaluator:
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
         """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.
-        Small layers with an unsharded optimizer may have a bucket each. If sharded, small all-gathers cost more."""
+        Small layers may have a bucket each."""
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
         p = layout.parallel
         layer_bytes = int(layer_parameters(self.model, p.tp, p.ep) * self.costs.gradient_size)
-        has_small = layer_bytes < BUCKETS[-1] and not p.distributed_optimizer
-        return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if has_small else []))
+        return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if layer_bytes < BUCKETS[-1] else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, and passes in flight beyond those that hide the transfers.
