@@ -207,6 +207,11 @@ class Layout:
     def is_hierarchical(self) -> bool:
         return self.parallel.order != PIPELINE_ORDER
 
+    @property
+    def strategy(self) -> str:
+        """The plan's strategy."""
+        return "hierarchical-dp" if self.is_hierarchical else "one-fabric" if len(self.components) == 1 else "pipeline"
+
     @cached_property
     def replicas(self) -> tuple[tuple[Component, ...], ...]:
         """The component of each stage, per kind of pipeline replica.

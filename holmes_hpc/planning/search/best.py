@@ -20,12 +20,13 @@ from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
-from holmes_hpc.planning.search.micro_batch_shares import SharedSteps, best_shared_steps
-from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Variant, conflicting_option, variants
+from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
+from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, conflicting_option, variants
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
     LONG_SEQUENCE,
     Problem,
+    Solution,
     available_pools,
     cp_choices,
     searched_site,
@@ -311,46 +312,43 @@ def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> lis
     ]
 
 
-def to_plan(candidate: Candidate | Variant | SharedSteps, site: Site, slower: Sequence[Candidate]) -> Plan:
-    """Return a candidate as a complete plan, with the best of the `slower` candidates as runners-up."""
-    layout = candidate.layout
+def to_plan(solution: Solution, site: Site, slower: Sequence[Candidate]) -> Plan:
+    """Return a solution as a complete plan, with the best of the `slower` candidates as runners-up."""
+    layout = solution.layout
     stages = tuple(
         Stage(c.pool, int(chunks.sum()), tuple(int(n) for n in chunks))
-        for c, chunks in zip(layout.replicas[0], candidate.layers[0], strict=True)
+        for c, chunks in zip(layout.replicas[0], solution.layers[0], strict=True)
     )
     plan = Plan(
-        strategy=candidate.strategy,
+        strategy=layout.strategy,
         batch=layout.batch.whole,
         stages=stages,
         site=site,
         **{name: getattr(layout, name) for name in PLAN_FIELDS},
         pace_layer_ms=layout.costs.pace_layer_ms,
         grad_dtype=layout.costs.grad_dtype,
-        predicted=predict_layout(layout, candidate.layers),
-        assumptions=(*site.assumptions, *assumptions(layout), *candidate.notes),
+        predicted=predict_layout(layout, solution.layers),
+        assumptions=(*site.assumptions, *assumptions(layout), *solution.notes),
         pace_factors=layout.costs.pace_factors,
     )
     assert plan.predicted is not None
-    return replace(plan, alternatives=_alternatives(candidate, plan.predicted, slower))
+    return replace(plan, alternatives=_alternatives(layout, plan.predicted, slower))
 
 
-def _alternatives(
-    best: Candidate | Variant | SharedSteps, predicted: Predicted, slower: Sequence[Candidate]
-) -> tuple[dict[str, Any], ...]:
+def _alternatives(best: Layout, predicted: Predicted, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
     """Return the first candidate of each kind of placement other than that of `best`, the fastest first.
     `predicted`: the prediction of `best`."""
     kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
     for candidate in slower:
-        if _kind(candidate) not in kinds and len(runners_up) < MAX_RUNNERS_UP:
-            kinds.add(_kind(candidate))
+        if _kind(candidate.layout) not in kinds and len(runners_up) < MAX_RUNNERS_UP:
+            kinds.add(_kind(candidate.layout))
             runners_up.append(alternative(predicted, candidate))
     return tuple(sorted(runners_up, key=lambda runner_up: runner_up["predicted"]["step_time_s"]))
 
 
-def _kind(candidate: Candidate | Variant | SharedSteps) -> tuple[object, ...]:
-    """Return the strategy, parallel sizes and pools of a candidate."""
-    layout = candidate.layout
-    return candidate.strategy, layout.parallel.stages, tuple(sorted(c.pool for c in layout.components))
+def _kind(layout: Layout) -> tuple[object, ...]:
+    """Return the strategy, parallel sizes and pools of a layout."""
+    return layout.strategy, layout.parallel.stages, tuple(sorted(c.pool for c in layout.components))
 
 
 def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
@@ -367,7 +365,7 @@ def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
     )
     p = layout.parallel
     return {
-        "strategy": runner_up.strategy,
+        "strategy": layout.strategy,
         "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.replicas, "virtual_stages": p.virtual_stages}
         | {name: size for name in ("cp", "ep") if (size := getattr(p, name)) > 1},
         "micro_size": layout.batch.micro_size,

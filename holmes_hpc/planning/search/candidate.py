@@ -31,7 +31,7 @@ from holmes_hpc.planning.search.layers import (
     uniform_layers,
 )
 from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
-from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, ep_sizes
+from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, ep_sizes
 
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
@@ -40,25 +40,14 @@ LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # of weight passes behind backward pas
 MIN_LAG_GAIN = 1e-3  # of a round of changes to weight passes, to try another
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A placement with its layout and layers, (1, S, C): S stages of C chunks.
-
-    `bound`: a lower bound of the step's seconds. `seconds`: of the step, once simulated. `is_full`: the planner chose
-    the layers, and a stage has as many as fit.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Candidate(Solution):
+    """A solution with one placement. `bound`: a lower bound of the step's seconds. `is_full`: the planner chose the
+    layers, and a stage has as many as fit."""
 
     placement: Placement
-    layout: Layout
-    layers: np.ndarray
     bound: float
-    seconds: float = inf
     is_full: bool = False
-    notes: tuple[str, ...] = ()
-
-    @property
-    def strategy(self) -> str:
-        return self.placement.strategy
 
     @property
     def score(self) -> float:
@@ -214,7 +203,8 @@ class Evaluator:
         bounds, with_traffic = least_s(layout, layer_splits, np.append(sizes, layout.bucket_bytes))
         best = int(np.argmin(with_traffic[:-1]))
         layout = layout.with_settings(bucket_bytes=int(sizes[best]))
-        return Candidate(placement, layout, layers, float(min(bounds[best], bounds[-1])), is_full=is_full)
+        bound = float(min(bounds[best], bounds[-1]))
+        return Candidate(layout, layers, placement=placement, bound=bound, is_full=is_full)
 
     def _fixed_layers(self, layout: Layout) -> np.ndarray:
         if self.options.layers_per_stage is not None:

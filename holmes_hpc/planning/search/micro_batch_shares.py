@@ -6,7 +6,7 @@ goes by RDMA across the pools, so no layer has to cross them.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from math import inf
 
@@ -30,6 +30,7 @@ from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
     AvailablePool,
     Problem,
+    Solution,
     available_pools,
     micro_sizes,
     tp_sizes,
@@ -42,18 +43,7 @@ _FREE_VALUES = {name: values for name, values in FREE_VALUES.items() if name not
 _FREE_VALUES |= {"strategy": ("auto", "hierarchical-dp"), "unequal": ("auto", "true")}
 
 
-@dataclass(frozen=True)
-class SharedSteps:
-    """A layout whose pools share a step's micro-batches, with its layers, (1, S, 1), and the seconds of its step."""
-
-    layout: Layout
-    layers: np.ndarray
-    seconds: float
-    notes: tuple[str, ...] = ()
-    strategy: str = "hierarchical-dp"
-
-
-def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSteps | None:
+def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution | None:
     """Return the layout with the shortest step on several pools of one fabric.
 
     None if no fabric has several, or the options exclude them. `clock`: its limit applies once there is a layout."""
@@ -72,7 +62,7 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSte
         if not (options.nodes and count < len(options.nodes))
         for pools in combinations(fabric_pools, count)
     ]
-    best: SharedSteps | None = None
+    best: Solution | None = None
     for pools in choices:
         if best is not None and clock.is_over():
             break
@@ -86,7 +76,7 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> SharedSte
     return replace(best, layout=layouts[int(np.argmin(seconds))], seconds=min(seconds))
 
 
-def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[SharedSteps]:
+def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[Solution]:
     """Yield the layouts that fit: for each micro-batch size, TP and PP, the one with least recomputation.
     Those whose layers alone take `limit_s` are left out."""
     model, batch, _, options, costs = problem
@@ -107,7 +97,7 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
                         break
                     layers = uniform_layers(layout)
                     if fits(layout, layers, options.max_memory_gib)[0]:
-                        yield SharedSteps(layout, layers, float(step_s(layout, layers)[0]))
+                        yield Solution(layout, layers, float(step_s(layout, layers)[0]))
                         break
 
 

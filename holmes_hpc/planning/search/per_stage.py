@@ -32,7 +32,7 @@ from holmes_hpc.planning.search.layers import (
     round_trips_s,
 )
 from holmes_hpc.planning.search.placement import component
-from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools
+from holmes_hpc.planning.search.problem import AvailablePool, Problem, Solution, available_pools
 from holmes_hpc.planning.search.stage_lists import pools_of
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
@@ -81,19 +81,11 @@ QUICK = Effort(150_000, neighbours=300_000, refinement=300_000, per_variant=75_0
 THOROUGH = Effort(500_000, neighbours=1_200_000, refinement=1_000_000, per_variant=83_333)
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A shape with its layout and layers, (1, S, 1). `seconds`: of its step, infinite until it is simulated."""
+@dataclass(frozen=True, kw_only=True)
+class Variant(Solution):
+    """A solution with one shape."""
 
     shape: Shape
-    layout: Layout
-    layers: np.ndarray
-    seconds: float = inf
-    notes: tuple[str, ...] = ()
-
-    @property
-    def strategy(self) -> str:
-        return "one-fabric" if len(self.layout.components) == 1 else "pipeline"
 
     @property
     def passes(self) -> int:
@@ -104,7 +96,7 @@ class Variant:
         """Return the variant with other layers, depths or buckets, and its seconds."""
         layout = self.layout.with_settings(**changes) if changes else self.layout
         layers = self.layers if layers is None else layers
-        return Variant(self.shape, layout, layers, float(step_s(layout, layers)[0]))
+        return replace(self, layout=layout, layers=layers, seconds=float(step_s(layout, layers)[0]))
 
 
 @dataclass
@@ -205,7 +197,7 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
     if not fits(layout, layers, max_gib)[0]:
         return None
     deeper = _deepen(layout, layers, 0)
-    return Variant(shape, deeper if fits(deeper, layers, max_gib)[0] else layout, layers)
+    return Variant(deeper if fits(deeper, layers, max_gib)[0] else layout, layers, shape=shape)
 
 
 def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
@@ -236,7 +228,7 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
         return None
     layouts = (_deepen(balanced.layout, balanced.layers, extra) for extra in (*EXTRA_DEPTHS[::-1], 0))
     layout = next((layout for layout in layouts if fits(layout, layers, options.max_memory_gib)[0]), None)
-    return None if layout is None else Variant(balanced.shape, layout, layers)
+    return None if layout is None else replace(balanced, layout=layout, layers=layers)
 
 
 def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:

@@ -6,6 +6,8 @@ from functools import lru_cache
 from math import gcd, inf
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
@@ -41,6 +43,17 @@ class Problem(NamedTuple):
         fields |= {"edge_dtype": o.edge_dtype, "edge_connections": o.edge_connections, "transport_mode": o.transport}
         fields |= {"bucket_bytes": o.bucket_bytes or BUCKET_BYTES}
         return Layout(self.model, parallel=parallel, site=self.site, costs=self.costs, **fields)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A layout with layers, (1, S, C): S stages of C chunks. `seconds`: of its step, infinite until it is simulated.
+    `notes`: for the plan's assumptions."""
+
+    layout: Layout
+    layers: np.ndarray
+    seconds: float = inf
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

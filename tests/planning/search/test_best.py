@@ -158,10 +158,10 @@ def test_runners_up_are_sorted_by_predicted_step_time(monkeypatch: pytest.Monkey
     """The search's own order differs: refined candidates come first, and virtual stages count slightly more."""
 
     def candidate(dp: int, seconds: float) -> Any:
-        layout = SimpleNamespace(parallel=SimpleNamespace(stages=(dp,)), components=())
-        return SimpleNamespace(strategy="pipeline", layout=layout, seconds=seconds)
+        layout = SimpleNamespace(strategy="pipeline", parallel=SimpleNamespace(stages=(dp,)), components=())
+        return SimpleNamespace(layout=layout, seconds=seconds)
 
     monkeypatch.setattr(best, "alternative", lambda _, other: {"predicted": {"step_time_s": other.seconds}})
     others = [candidate(2, 1.2), candidate(4, 1.1), candidate(2, 1.15), candidate(8, 1.3)]
-    runners_up = best._alternatives(candidate(1, 1.0), None, others)
+    runners_up = best._alternatives(candidate(1, 1.0).layout, None, others)
     assert [r["predicted"]["step_time_s"] for r in runners_up] == [1.1, 1.2, 1.3]
