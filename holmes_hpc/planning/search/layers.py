@@ -265,18 +265,13 @@ def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return shares * (forward + backward) + ready + tail, forward + backward + ready
 
 
-def layer_array(counts: list[int]) -> np.ndarray:
-    """Return the layers of each stage in shape (1, S, 1)."""
-    return np.array(counts)[None, :, None]
-
-
 def balanced_layers(layout: Layout) -> np.ndarray:
     """Return the layers that minimize the time of the busiest stage: each goes to the stage that is then least busy."""
     busy_s, counts = busy_seconds(layout)[0], [1] * layout.parallel.pp
     for _ in range(layout.model.layers - len(counts)):
         least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])  # with one layer more
         counts[least_busy] += 1
-    return layer_array(counts)
+    return chunk_layers(counts, 1)
 
 
 def front_loaded_layers(layout: Layout) -> np.ndarray:
@@ -293,4 +288,4 @@ def front_loaded_layers(layout: Layout) -> np.ndarray:
         return counts
 
     max_s = float(busy_s[-1].sum() + delay_s[-1].sum() + sum(transfers_s))
-    return layer_array(assign_all(assign, layout.model.layers, max_s))
+    return chunk_layers(assign_all(assign, layout.model.layers, max_s), 1)

@@ -27,8 +27,8 @@ from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.layers import (
     balanced_layers,
     busy_seconds,
+    chunk_layers,
     front_loaded_layers,
-    layer_array,
     round_trips_s,
 )
 from holmes_hpc.planning.search.placement import component
@@ -295,7 +295,8 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
         for source, target in permutations(range(len(counts)), 2)
         if counts[source] > 1
     ]
-    for layers in map(layer_array, sorted(moves, key=busiest_first)):
+    for move in sorted(moves, key=busiest_first):
+        layers = chunk_layers(move, 1)
         for schedule in (variant.layout.schedule, _deepen(variant.layout, layers, 0).schedule):
             if fits(variant.layout.with_settings(schedule), layers, options.max_memory_gib)[0]:
                 yield {"layers": layers, "schedule": schedule}
