@@ -17,7 +17,7 @@ from holmes_hpc.planning.cost.predict import layer_array, predict_layout, slowes
 from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
-from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, Exploration, explore
+from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
@@ -219,7 +219,7 @@ def _fixed_candidate(problem: Problem) -> Candidate | None:
     ]
     candidates.sort(key=Candidate.sort_key)
     if candidates and candidates[0].layout.order.schedule.deepens:
-        candidates = _refine(evaluator, Exploration(candidates, inf), Clock())
+        candidates = _refine(evaluator, candidates, Clock())
     return candidates[0] if candidates else None
 
 
@@ -232,10 +232,10 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
         if too_large := Space(problem._replace(options=replace(options, max_memory_gib=inf))).placements():
             raise_out_of_memory(evaluator, too_large)
         raise_indivisible(problem)
-    exploration = explore(evaluator, space, placements, clock)
-    if not exploration.candidates:
+    simulated, bound_s = explore(evaluator, space, placements, clock)
+    if not simulated:
         raise_out_of_memory(evaluator, placements)
-    candidates = _refine(evaluator, exploration, clock)
+    candidates = _refine(evaluator, simulated, clock, bound_s)
     is_fsdp = costs.software.sharding in ("gradients", "full")
     choices = [options]  # of the optimizer's sharding
     if options.distributed_optimizer is None and not is_fsdp:
@@ -280,11 +280,13 @@ def _with_faster(
     return [*faster, *candidates]
 
 
-def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> list[Candidate]:
-    """Return the candidates from best to worst, with those near the best refined."""
-    refined, skipped, shortest_s = list[Candidate](), list[Candidate](), exploration.candidates[0].seconds
+def _refine(
+    evaluator: Evaluator, candidates: Sequence[Candidate], clock: Clock, bound_s: float = inf
+) -> list[Candidate]:
+    """Return the candidates from best to worst, with those near the best refined. `bound_s`: see :func:`explore`."""
+    refined, skipped, shortest_s = list[Candidate](), list[Candidate](), candidates[0].seconds
     gains: dict[object, list[float]] = {}  # by kind: strategy and number of pools
-    for candidate in exploration.candidates:
+    for candidate in candidates:
         best_s = min((c.seconds for c in refined), default=inf)
         kind_gains = gains.setdefault((candidate.placement.strategy, len(candidate.placement.blocks)), [])
         is_near = candidate.seconds <= NEAR * shortest_s
@@ -302,7 +304,7 @@ def _refine(evaluator: Evaluator, exploration: Exploration, clock: Clock) -> lis
             f" {rounded(min(c.seconds for c in refined))} s a step"
         )
     refined.sort(key=Candidate.sort_key)
-    gap = 1 - exploration.bound_s / refined[0].seconds
+    gap = 1 - bound_s / refined[0].seconds
     if gap > MIN_NOTED_GAP and clock.is_over():
         note = f"the search was stopped: by lower bounds, a step could be up to {gap:.1%} shorter"
         refined[0] = replace(refined[0], notes=(*refined[0].notes, note))

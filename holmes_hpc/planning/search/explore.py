@@ -8,7 +8,6 @@ promises a shorter step than the best. If the time limit ends it earlier, the pl
 import heapq
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import inf
 
 from holmes_hpc.errors import ConfigError, rounded
@@ -49,19 +48,11 @@ class Clock:
             self._report(line)
 
 
-@dataclass(frozen=True)
-class Exploration:
-    """The simulated candidates from best to worst.
-
-    `bound_s`: a lower bound of the step of everything not tried; infinite if nothing is left.
-    """
-
-    candidates: list[Candidate]
-    bound_s: float
-
-
-def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock) -> Exploration:
-    """Return the simulated candidates of `space`. `placements`: its placements with the shortest estimates.
+def explore(
+    evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock
+) -> tuple[list[Candidate], float]:
+    """Return (the simulated candidates of `space` from best to worst, a lower bound of the step of everything not
+    tried; infinite if nothing is left). `placements`: of the space, with the shortest estimates.
 
     If the space has few placements, estimates are not trusted: lower bounds take their place.
     """
@@ -110,7 +101,7 @@ def explore(evaluator: Evaluator, space: Space, placements: list[Placement], clo
             f"planning: {len(simulated)} candidates simulated, the best takes {rounded(least_s)} s a step, lower bound"
             f" of the others {rounded(bound_s)} s"
         )
-    return Exploration(sorted(simulated, key=Candidate.sort_key), bound_s if queue else inf)
+    return sorted(simulated, key=Candidate.sort_key), bound_s if queue else inf
 
 
 def _always_tried(placements: list[Placement], pool_count: int) -> tuple[int, ...]:
