@@ -26,6 +26,7 @@ from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.cost.timing import parameters, recomputed
+from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import Order
@@ -290,11 +291,16 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage with the largest shortage of memory. `missing_bytes`: 0 or less if it fits."""
+    """The stage of a layout with the largest shortage of memory. `missing_bytes`: 0 or less if it fits."""
 
     missing_bytes: float
     needed_bytes: float
     stage: int
+    parallel: Parallel
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
 
     @property
     def gpu_gib(self) -> int:
@@ -312,13 +318,13 @@ def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -
     need = memory(layout, layers).total()[0]
     missing = need - stage_capacity(layout, max_gib)
     stage = int(missing.argmax())
-    return Shortage(float(missing[stage]), float(need[stage]), stage)
+    return Shortage(float(missing[stage]), float(need[stage]), stage, layout.parallel)
 
 
 def check_memory(layout: Layout, layers: np.ndarray) -> None:
     """Raise PlanError with the stage and the shortage if one layer split, (1, S, C), does not fit."""
     missing = shortage(layout, layers)
-    if missing.missing_bytes > 0:
+    if not missing.fits:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
         raise PlanError(
             f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides",

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import Case, PlanError, counted
@@ -69,21 +69,6 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     yield needed > ranks, message, "use smaller sizes or more nodes", "plan.cp" if cp > 1 else "plan"
 
 
-class PlacementShortage(NamedTuple):
-    """A placement and the memory that its fullest stage needs and lacks."""
-
-    memory: Shortage
-    placement: Placement
-
-    @property
-    def fits(self) -> bool:
-        return self.memory.missing_bytes <= 0
-
-    def __str__(self) -> str:
-        p = self.placement
-        return f"TP {p.tp}, PP {p.pp}, DP {p.dp}"
-
-
 def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
     """Raise PlanError for placements of which none fits, with the least memory that one lacks and a change that helps.
 
@@ -104,20 +89,20 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             hint="change one: each virtual stage but the first and the last needs a layer, and with virtual stages the"
             " number of micro-batches must be a multiple of PP",
         )
-    message = f"{model.name} does not fit: at best ({least}, recompute {_recompute(o)}) {least.memory} than available"
+    message = f"{model.name} does not fit: at best ({_sizes(least)}, recompute {_recompute(o)}) {least} than available"
     where, hint = "memory", ""
     for names in _option_sets(o):
         relaxed = replace(o, **{name: DEFAULTS[name] for name in names})
         shortage_without = _search_shortage(evaluator.problem._replace(options=relaxed))
         if shortage_without is not None and shortage_without.fits:
             where = ", ".join(f"plan.{name}" for name in names)
-            hint = f"remove {where}: {shortage_without}, recompute {_recompute(relaxed)} fits"
+            hint = f"remove {where}: {_sizes(shortage_without)}, recompute {_recompute(relaxed)} fits"
             break
     else:
         unrestricted = evaluator.problem._replace(options=replace(o, **DEFAULTS))
         unrestricted_shortage = _search_shortage(unrestricted) or least
-        hint = f"use GPUs of {unrestricted_shortage.memory.gpu_gib} GiB" + "".join(
-            f", or {change}" for change in _fitting_changes(unrestricted, unrestricted_shortage.memory)
+        hint = f"use GPUs of {unrestricted_shortage.gpu_gib} GiB" + "".join(
+            f", or {change}" for change in _fitting_changes(unrestricted, unrestricted_shortage)
         )
         if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:
             hint += (
@@ -157,7 +142,7 @@ def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
             return
 
 
-def _search_shortage(problem: Problem) -> PlacementShortage | None:
+def _search_shortage(problem: Problem) -> Shortage | None:
     """Return the least shortage of any placement; None if there is no placement."""
     unlimited = replace(problem.options, max_memory_gib=float("inf"), search_micro_size=False)
     try:
@@ -167,23 +152,28 @@ def _search_shortage(problem: Problem) -> PlacementShortage | None:
         return None
 
 
-def _least_shortage(evaluator: Evaluator, placements: list[Placement]) -> PlacementShortage | None:
+def _least_shortage(evaluator: Evaluator, placements: list[Placement]) -> Shortage | None:
     """Return the least shortage of any placement; None if there is no placement.
     Raise the last PlanError if none can be laid out."""
     o, chunks = evaluator.options, evaluator.options.virtual_stages or 1
-    shortages, error = list[PlacementShortage](), None
+    shortages, error = list[Shortage](), None
     kind = candidate_schedules(o.schedule, chunks, background=False)[-1]
     for placement in sorted(placements, key=lambda p: (-p.tp * p.pp, p.sort_key()))[:MAX_PLACEMENTS]:
         try:
             layout = evaluator.layout(placement, _recompute(o), kind, chunks)
             layers = chunk_layers(o.layers_per_stage, chunks) if o.layers_per_stage else uniform_layers(layout)
             if layers.shape[1] == placement.pp:
-                shortages.append(PlacementShortage(shortage(layout, layers, o.max_memory_gib), placement))
+                shortages.append(shortage(layout, layers, o.max_memory_gib))
         except PlanError as e:
             error = e
     if error and not shortages:
         raise error
-    return min(shortages, key=lambda s: s.memory.missing_bytes, default=None)
+    return min(shortages, key=lambda s: s.missing_bytes, default=None)
+
+
+def _sizes(least: Shortage) -> str:
+    p = least.parallel
+    return f"TP {p.tp}, PP {p.pp}, DP {p.dp}"
 
 
 def _recompute(o: PlanOptions) -> str:
