@@ -256,9 +256,8 @@ def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) ->
     if not on_gpu and train.fp8 is None and (train.device == "cpu" or not has_planned_gpus):
         return []
     facts = cuda_check.collect_facts()
-    problem = cuda_check.problem(facts)
-    if problem is not None and (on_gpu or facts.driver_cuda or not launch.one_host):
-        raise problem
+    if on_gpu or facts.driver_cuda or not launch.one_host:
+        cuda_check.refuse_unusable(facts)
     if train.fp8 is not None:
         capability = torch.cuda.get_device_capability() if on_gpu else (0, 0)
         cuda_check.refuse_fp8(train.fp8, on_gpu, facts.te_version, capability, _fp8_sizes(plan, launch.rank))

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holmes_hpc.errors import ConfigError, HolmesError, PlanError
+from holmes_hpc.errors import ConfigError, PlanError
 from holmes_hpc.planning.plan.plan import Plan
 
 GIB = 1 << 30
@@ -118,42 +118,34 @@ def _supported_te() -> str:
     return next((match[1].strip() for match in matches if match), "")
 
 
-def problem(facts: CudaFacts) -> HolmesError | None:
-    """Return the most severe error that prevents training on CUDA, or None."""
+def refuse_unusable(facts: CudaFacts) -> None:
+    """Raise ConfigError for the most severe problem that prevents training on CUDA."""
     major, minor = facts.driver_cuda // 1000, facts.driver_cuda % 1000 // 10
-    cases = (
+    ConfigError.refuse(
+        "torch",
         (
             facts.torch_cuda is None,
-            "torch",
             "this torch is built for CPUs",
             "install a CUDA build of torch, or use train.device=cpu",
         ),
         (
             facts.driver_cuda and major < int((facts.torch_cuda or "0").split(".")[0]),
-            "torch",
             f"the NVIDIA driver supports CUDA up to {major}.{minor}, torch is built for {facts.torch_cuda}",
             f"install a newer driver, or a torch built for CUDA {major}",
         ),
         (
             not facts.devices,
-            "train.device",
             "no CUDA device" if facts.driver_cuda else "no CUDA device and no NVIDIA driver",
             "ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
+            "train.device",
         ),
-        (
-            not facts.has_nccl,
-            "torch",
-            "this torch has no NCCL",
-            "install a build of torch with NCCL (PyPI's for Linux has it)",
-        ),
+        (not facts.has_nccl, "this torch has no NCCL", "install a build of torch with NCCL (PyPI's for Linux has it)"),
         (
             facts.te_error,
-            "torch",
             f"Transformer Engine {facts.te_version} cannot be imported: {facts.te_error}",
             "install one built for this torch, or uninstall it: training works without it",
         ),
     )
-    return next((ConfigError(text, where=where, hint=hint) for is_wrong, where, text, hint in cases if is_wrong), None)
 
 
 def cuda_warnings(facts: CudaFacts) -> Iterator[str]:
@@ -235,8 +227,8 @@ def use_cuda(device: str, plan: Plan) -> bool:
         return False
     is_available = torch.cuda.is_available()
     if device == "cuda" and not is_available:
-        no_device = ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
-        raise problem(collect_facts()) or no_device
+        refuse_unusable(collect_facts())
+        raise ConfigError("no CUDA device", where="train.device", hint="use train.device=cpu or auto")
     return is_available
 
 

@@ -16,8 +16,8 @@ from holmes_hpc.training.rank.cuda_check import (
     collect_facts,
     cuda_warnings,
     memory_problem,
-    problem,
     refuse_fp8,
+    refuse_unusable,
 )
 
 GOOD = CudaFacts("13.0", 13000, 8, True)
@@ -43,7 +43,9 @@ GOOD = CudaFacts("13.0", 13000, 8, True)
     ],
 )
 def test_each_problem_is_one_line(facts: CudaFacts, text: str) -> None:
-    assert text in str(problem(facts)) and "\n" not in str(problem(facts))
+    with pytest.raises(ConfigError) as raised:
+        refuse_unusable(facts)
+    assert text in str(raised.value) and "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,8 @@ def test_each_problem_is_one_line(facts: CudaFacts, text: str) -> None:
     ],
 )
 def test_a_compatible_installation_gives_no_error_or_warning(facts: CudaFacts) -> None:
-    assert problem(facts) is None and not list(cuda_warnings(facts))
+    refuse_unusable(facts)
+    assert not list(cuda_warnings(facts))
 
 
 def test_without_a_c_compiler_nothing_is_compiled_and_a_warning_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
