@@ -303,10 +303,9 @@ class Plan:
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write plan.yaml atomically; equal plans give equal bytes."""
-        try:
+        hint = "give a file in a directory that exists and has space"
+        with PlanError.instead_of(RunFailed, where=path, hint=hint):
             write_whole(Path(path), self.to_yaml())
-        except RunFailed as e:
-            raise PlanError(e.what, where=str(path), hint="give a file in a directory that exists and has space") from e
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Plan:

@@ -148,12 +148,10 @@ def _merged(data: Any, derived: Any) -> Any:
 
 def read(path: str | os.PathLike[str]) -> Any:
     """Return the plain data of a file. PlanError if it is missing or not YAML."""
-    try:
+    errors, hint = (yaml.YAMLError, UnicodeDecodeError), "make it again with `holmes plan`"
+    not_yaml = PlanError.instead_of(*errors, where=path, hint=hint, what="not YAML:")
+    with PlanError.instead_of(OSError, where=path, hint="make it with `holmes plan -o plan.yaml`"), not_yaml:
         return from_yaml(read_file(path).decode("utf-8"))
-    except OSError as e:
-        raise PlanError(e.strerror or str(e), where=str(path), hint="make it with `holmes plan -o plan.yaml`") from e
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise PlanError(f"not YAML: {e}", where=str(path), hint="make it again with `holmes plan`") from e
 
 
 def from_dict(cls: type[P], data: Any, where: str) -> P:

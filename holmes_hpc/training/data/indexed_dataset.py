@@ -190,9 +190,8 @@ def _run_on_rank0(key: str, prepare: Callable[[], None]) -> None:
             store.set(key, json.dumps({"what": e.what, "where": e.where, "hint": e.hint}))
             raise
         return store.set(key, "null")
-    try:
+    what, hint = "rank 0 did not finish the index of samples", "see rank 0's log"
+    with DataError.instead_of(RuntimeError, where=key, hint=hint, what=what):
         store.wait([key], _INDEX_TIMEOUT)
-    except RuntimeError as e:
-        raise DataError("rank 0 did not finish the index of samples", where=key, hint="see rank 0's log") from e
     if error := json.loads(store.get(key)):
         raise DataError(**error)

@@ -225,11 +225,6 @@ def mlflow(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Ca
 
 
 def _import(module: str, package: str) -> Any:
-    try:
+    what, hint = f"{package} is not installed", f"pip install 'holmes-hpc[{package}]', or unset it"
+    with ConfigError.instead_of(ImportError, where=f"train.{package}", hint=hint, what=what):
         return importlib.import_module(module)
-    except ImportError as e:
-        raise ConfigError(
-            f"{package} is not installed",
-            where=f"train.{package}",
-            hint=f"pip install 'holmes-hpc[{package}]', or unset it",
-        ) from e

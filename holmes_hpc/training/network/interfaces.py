@@ -53,14 +53,9 @@ class NodeTransports:
         """Return the kernel interface of this node that carries `transport`."""
         if self.one_host:
             return LOOPBACK
-        try:
+        what, hint = f"no interface for {transport}", "compare the plan's fabrics with `holmes probe` on this node"
+        with NetworkError.instead_of(KeyError, where=f"node {self.node}", hint=hint, what=what):
             return self.interfaces[transport.kind][0]
-        except KeyError:
-            raise NetworkError(
-                f"no interface for {transport}",
-                where=f"node {self.node}",
-                hint="compare the plan's fabrics with `holmes probe` on this node",
-            ) from None
 
     def nic(self, name: str | None) -> str:
         """Return the NICs of this node behind `name`, as text for the run record.

@@ -86,12 +86,10 @@ def run_link_check(
 
 def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
     """Wait, on the other ranks of a node, until the check is over. Raise NetworkError if it failed or took too long."""
-    try:
+    errors, what = (RuntimeError, TimeoutError), f"no outcome within {timeout_s:g} s"
+    hint = "look at the log of each node's first rank"
+    with NetworkError.instead_of(*errors, where="link check", hint=hint, what=what):
         store.wait([_DONE], timedelta(seconds=timeout_s))
-    except (RuntimeError, TimeoutError) as e:
-        raise NetworkError(
-            f"no outcome within {timeout_s:g} s", where="link check", hint="look at the log of each node's first rank"
-        ) from e
     error = json.loads(store.get(_DONE))
     if error is not None:
         raise NetworkError(**error)
