@@ -24,20 +24,6 @@ from holmes_hpc.training.model import experts
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 
-class _Mark(torch.autograd.Function):
-    """An identity function that calls `on_backward` with its gradient in the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, on_backward: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        ctx.on_backward = on_backward
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.on_backward(gradient)
-        return gradient, None
-
-
 def wait_until(moment: float) -> None:
     """Sleep until ``time.perf_counter()`` is `moment`, or a little later."""
     while (remaining_s := moment - time.perf_counter()) > 0:
@@ -112,16 +98,23 @@ class EmulatedLayer:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1]) - self._clock.exchanged_s
         if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = _Mark.apply(kwargs["hidden_states"], self._end_backward)
+            kwargs["hidden_states"] = self._marked(kwargs["hidden_states"])
         else:
-            args = (_Mark.apply(args[0], self._end_backward), *args[1:])
+            args = (self._marked(args[0]), *args[1:])
         output = self._forward(*args, **kwargs)
         hidden, *extra_outputs = output if isinstance(output, tuple) else (output,)
-        if hidden.requires_grad:  # a hook, not a _Mark: Megatron frees a stage's output, which a view would prevent
+        if hidden.requires_grad:  # no view, which would prevent Megatron from freeing a stage's output
             hidden.register_hook(self._start_backward)
         _synchronize(hidden)
         self._clock.finish_layer(end + self._clock.exchanged_s, self._passes[0])  # exchanges delay the layer's end
         return (hidden, *extra_outputs) if isinstance(output, tuple) else hidden
+
+    def _marked(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return a view of the layer's input. The layer's backward pass ends when the view's gradient is complete."""
+        view = hidden.view_as(hidden)
+        if view.requires_grad:
+            view.register_hook(self._end_backward)
+        return view
 
     def _start_backward(self, gradient: torch.Tensor) -> None:
         _synchronize(gradient)
