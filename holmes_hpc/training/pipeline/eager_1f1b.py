@@ -98,9 +98,7 @@ def run_eager_1f1b(
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
     _refuse_one_queue(edges.device)
     order = order if order.routes else replace(order, micro_batches=num_microbatches)
-    micro_batches, depth = order.micro_batches_of(edges.row), order.depths[edges.row]
-    recomputed_from = config.num_microbatches_with_partial_activation_checkpoints
-    losses: list[Any] = []
+    micro_batches, losses = order.micro_batches_of(edges.row), list[Any]()
     reduction = GradientReduction(config, models, first_stage=stage == 0)
 
     def forward(stage_pass: Pass, input_tensor: torch.Tensor | None) -> tuple[Any, Any]:
@@ -113,10 +111,6 @@ def run_eager_1f1b(
             forward_data_store=losses,
             config=config,
             cp_group_size=pg_collection.cp.size(),
-            # Megatron-Core's rule: the last micro-batches of each window of `depth` are recomputed.
-            checkpoint_activations_microbatch=(
-                None if recomputed_from is None else stage_pass.micro_batch % depth >= recomputed_from
-            ),
             is_first_microbatch=stage_pass.micro_batch == micro_batches[0],
             current_microbatch=stage_pass.micro_batch,
             vp_stage=stage_pass.chunk if len(models) > 1 else None,
@@ -133,7 +127,6 @@ def run_eager_1f1b(
             return backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
 
     if not forward_only:
-        embedding = megatron.clear_embedding_activation_buffer(config, models, stage == stages - 1)
         reduction.suppress()
     new_buffer = _buffer_factory(config, pg_collection, edges.device, seq_length, micro_batch_size)
     tokens = _run_passes(
@@ -144,7 +137,6 @@ def run_eager_1f1b(
     if not forward_only:
         reduction.allow()
         if config.finalize_model_grads_func is not None:
-            megatron.finish_embedding_wgrad_compute(config, embedding, stage == stages - 1, pg_collection.tp)
             token_count = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(models, token_count, pg_collection=pg_collection, force_all_reduce=False)
     return losses
