@@ -1,16 +1,18 @@
-"""The mapping between Megatron-Core's weights and rows of Hugging Face tensors: one table per family, for both ways.
+"""The mapping between Megatron-Core's weights and rows of Hugging Face tensors, by the names in weight_names.yaml.
 
 Megatron-Core has one matrix of queries, keys and values, by group of heads (the group's queries, its key, its value).
 It also has one matrix of SwiGLU's gate and up. GPT-2's matrices are transposed. Only names and shapes: no torch.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holmes_hpc.config.hugging_face import family_of
 from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.tables import read_table
 
+_TABLE: dict[str, dict[str, Any]] = read_table(__file__)
 # Published files may contain these tensors, which are computed or duplicates.
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -48,8 +50,9 @@ class Weight:
 
 def weights(spec: ModelSpec) -> dict[str, Weight]:
     """Return all weights of a model by Megatron-Core's names. Raise ConfigError if the model fits no family."""
-    names = {"gpt2": _GPT2, "mixtral": _MIXTRAL, "qwen3_moe": _QWEN3_MOE}.get(family_of(spec), _LLAMA)
-    return {w.name: w for w in _weights(spec, names)}
+    family = family_of(spec)
+    names = _Names(**_TABLE.get(family, _TABLE["llama"]))
+    return {w.name: w for w in _weights(spec, names, is_gpt2=family == "gpt2")}
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
@@ -102,56 +105,17 @@ def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple
 
 
 class _Names(NamedTuple):
-    """A family's names for Megatron-Core's weights: embedding, layers, norms and linear layers.
-    A linear layer may consist of several tensors, or of several parts of one tensor. {}: the number of an expert."""
+    """A family's names for Megatron-Core's weights: embedding, layers, norms and linear layers."""
 
     embedding: str
     layers: str
     final_norm: str
     norms: Mapping[str, str]
-    linears: Mapping[str, tuple[str, ...]]
+    linears: Mapping[str, Sequence[str]]
 
 
-_LLAMA = _Names(  # Llama, Mistral, Qwen2 and Qwen3
-    "model.embed_tokens",
-    "model.layers",
-    "model.norm",
-    {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"},
-    {
-        "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "self_attention.linear_proj": ("self_attn.o_proj",),
-        "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp.linear_fc2": ("mlp.down_proj",),
-    },
-)
-_GPT2 = _Names(  # transposed matrices; a bias in every linear layer and norm
-    "transformer.wte",
-    "transformer.h",
-    "transformer.ln_f",
-    {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"},
-    {
-        "self_attention.linear_qkv": ("attn.c_attn", "attn.c_attn", "attn.c_attn"),
-        "self_attention.linear_proj": ("attn.c_proj",),
-        "mlp.linear_fc1": ("mlp.c_fc",),
-        "mlp.linear_fc2": ("mlp.c_proj",),
-    },
-)
-
-
-def _with_experts(prefix: str, gate: str, up: str, down: str) -> _Names:
-    """Return Llama's names with those of a router and of experts."""
-    attention = {name: tensors for name, tensors in _LLAMA.linears.items() if name.startswith("self_attention")}
-    first, second = (f"mlp.experts.local_experts.{{}}.linear_fc{i}" for i in (1, 2))
-    gate, up, down = (f"{prefix}.experts.{{}}.{name}" for name in (gate, up, down))
-    return _LLAMA._replace(linears={**attention, "mlp.router": (f"{prefix}.gate",), first: (gate, up), second: (down,)})
-
-
-_MIXTRAL = _with_experts("block_sparse_moe", "w1", "w3", "w2")
-_QWEN3_MOE = _with_experts("mlp", "gate_proj", "up_proj", "down_proj")
-
-
-def _weights(spec: ModelSpec, names: _Names) -> Iterator[Weight]:
-    h, q, k, is_gpt2 = spec.hidden, spec.query_width, spec.key_width, names is _GPT2
+def _weights(spec: ModelSpec, names: _Names, is_gpt2: bool) -> Iterator[Weight]:
+    h, q, k = spec.hidden, spec.query_width, spec.key_width
     shapes: dict[str, tuple[tuple[tuple[int, int], ...], int, int | None]] = {
         # (first row, rows) of each tensor, columns, and the dimension that tensor parallelism splits
         "linear_qkv": (((0, q), (h, k), (2 * h, k)) if is_gpt2 else ((0, q), (0, k), (0, k)), h, 0),
