@@ -4,8 +4,7 @@ Here tau is the seconds of one micro-batch, forward and backward, in the layers 
 ranks are divided into optimizer instances of equal size, each inside one pool.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from math import gcd, isinf, lcm
 from typing import Any
 
@@ -33,8 +32,7 @@ def hierarchies(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
         pp = int(pp_sizes[index])
         units = [gpus // gcd(gpus, pp * costs.tp) for gpus in costs.gpus_per_node.tolist()]
         maxima = [ranks // (pp * costs.tp) // u * u for ranks, u in zip(costs.ranks.tolist(), units, strict=True)]
-        is_too_slow = partial(_is_too_slow, costs, dp, pp, limit)
-        for counts, instance_dp in _splits(costs, dp, maxima, units, _single_pools(costs, pp), is_too_slow):
+        for counts, instance_dp in _splits(costs, dp, pp, limit, maxima, units):
             used = costs.order_pools([f for f, n in enumerate(counts) if n], edge_s, is_ring=True)
             estimate = _estimate(costs, dp, pp, used, instance_dp)
             if limit.admit(float(estimate.least_seconds()), frozenset(costs.available[f].pool.name for f in used)):
@@ -91,25 +89,21 @@ def _single_pools(costs: PoolCosts, pp: int) -> frozenset[int]:
 
 
 def _splits(
-    costs: PoolCosts,
-    dp: int,
-    maxima: Sequence[int],
-    units: Sequence[int],
-    single_pools: frozenset[int],
-    is_left_out: Callable[[Sequence[int], frozenset[str]], bool],
+    costs: PoolCosts, dp: int, pp: int, limit: Limit, maxima: Sequence[int], units: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools.
+    """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools that `limit` may admit.
 
-    A choice has two or more pools, or one of `single_pools`. `maxima`: the most pipelines in each pool. `units`:
-    the fewest pipelines that fill whole nodes there. `is_left_out`: (pools of a choice, their names) -> skip it.
+    A choice has two or more pools, or one of :func:`_single_pools`. `maxima`: the most pipelines in each pool. `units`:
+    the fewest pipelines that fill whole nodes there.
     """
+    single_pools = _single_pools(costs, pp)
     if costs.is_fixed:
         if sum(maxima) == dp and all(maxima) and (len(maxima) > 1 or single_pools):
             yield tuple(maxima), gcd(*maxima)
         return
     for choice, names in costs.pool_choices:
         can_fit = sum(maxima[f] for f in choice) >= dp and (len(choice) > 1 or choice[0] in single_pools)
-        if not can_fit or is_left_out(choice, names):
+        if not can_fit or _is_too_slow(costs, dp, pp, limit, choice, names):
             continue
         largest_first = sorted(choice, key=lambda f: (-maxima[f], f))
         for instance_dp in (dp,) if len(choice) == 1 else reversed(divisors(dp)):
