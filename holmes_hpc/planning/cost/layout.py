@@ -17,7 +17,6 @@ from typing import TypeVar
 import numpy as np
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
@@ -219,13 +218,7 @@ class Layout:
         components = [self._in_domains(c) for c in self.components]
         if self.is_hierarchical:
             return tuple((c,) * self.parallel.pp for c in components)
-        component_of: dict[int, Component] = {s: c for c in components for s in c.stages}
-        if sorted(component_of) != list(range(self.parallel.pp)):
-            raise PlanError(
-                f"components hold stages {sorted(component_of)}, PP is {self.parallel.pp}",
-                where="components",
-                hint="assign each stage to one component",
-            )
+        component_of = {s: c for c in components for s in c.stages}
         return (tuple(component_of[s] for s in range(self.parallel.pp)),)
 
     def _in_domains(self, component: Component) -> Component:
