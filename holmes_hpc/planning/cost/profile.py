@@ -10,7 +10,7 @@ micro-batch.
 
 import csv
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from io import StringIO
 from statistics import median
 from typing import Annotated, Any
@@ -132,35 +132,23 @@ def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration
 
 def _measured_pool(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredPool:
     updates = [r.update_s / layer_parameters(model, r.tp) for r in rows if r.part == "layer" and r.update_s is not None]
-    return MeasuredPool(
-        gpu=gpu,
-        parts=tuple(_measured(r, model, batch) for r in _monotonic(rows)),
-        optimizer_s=median(updates) if updates else None,
-    )
+    parts = tuple(_measured_part(row, rows, model, batch) for row in rows)
+    return MeasuredPool(gpu=gpu, parts=parts, optimizer_s=median(updates) if updates else None)
 
 
-def _monotonic(rows: list[Row]) -> Iterator[Row]:
-    """Yield the rows with no time longer than that of a larger micro-batch of the same part, TP and sequence."""
-    for row in rows:
-        larger = [
-            r
-            for r in rows
-            if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence) and r.micro_size >= row.micro_size
-        ]
-        yield replace(row, forward_s=min(r.forward_s for r in larger), backward_s=min(r.backward_s for r in larger))
-
-
-def _measured(row: Row, model: ModelSpec, batch: Batch) -> MeasuredPart:
+def _measured_part(row: Row, rows: list[Row], model: ModelSpec, batch: Batch) -> MeasuredPart:
+    """Return the part of `row` with no time longer than that of a larger micro-batch of its part, TP and sequence."""
+    alike = [r for r in rows if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence)]
+    larger = [r for r in alike if r.micro_size >= row.micro_size]
     sequence = row.sequence or batch.sequence_length
     tokens = row.micro_size * sequence
-    flops = part_flops(model, row.part, tokens, sequence, row.tp)
     return MeasuredPart(
         row.part,
         model.hidden,
         tokens,
-        tp=row.tp,
-        flops=flops,
-        forward_s=row.forward_s,
-        backward_s=row.backward_s,
+        row.tp,
+        part_flops(model, row.part, tokens, sequence, row.tp),
+        forward_s=min(r.forward_s for r in larger),
+        backward_s=min(r.backward_s for r in larger),
         sequence=sequence,
     )
