@@ -1,11 +1,11 @@
 """Conversion between the config.json of a Hugging Face folder and a ModelSpec.
 
-Only JSON is read: nothing is downloaded, and no code from a folder is run. FAMILIES lists the families that can be
-read, hugging_face.yaml their keys, and why others cannot. training/checkpoint/weight_names.py converts the weights.
+Only JSON is read: nothing is downloaded, and no code from a folder is run. hugging_face.yaml lists the families that
+can be read, their keys, and why others cannot. training/checkpoint/weight_names.py converts the weights.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,15 +22,19 @@ _HINT = "give a folder of one of the families in docs/models.md"
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: one `model_type` of config.json. `architecture`: its class in `transformers`. `read`: reader
-    of its config.json. `type_keys`: facts about the family that config.json lacks, for the reader."""
+    """A family of models: one `model_type` of config.json. `architecture`: its class in `transformers`. Other fields:
+    facts that config.json lacks."""
 
     architecture: str
-    read: "Callable[[_Config, Mapping[str, Any]], ModelSpec]"
-    type_keys: Mapping[str, Any]
+    may_have_bias: bool = False
+    window_by_default: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    head_dim: int | None = None
 
 
 _TABLE: dict[str, dict[str, Any]] = read_table(__file__)
+FAMILIES = {model_type: Family(**facts) for model_type, facts in _TABLE["families"].items()}
 
 
 def folder_of(text: str | None) -> Path | None:
@@ -58,13 +62,13 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
         reason = _TABLE["not_covered"].get(model_type)
         problem = f"model_type is {model_type!r}" + (f": {reason}" if reason else "")
         raise DataError(problem, where=where, hint=nearest(model_type, FAMILIES) if reason is None else _HINT)
-    family, read = FAMILIES[model_type], _Config(config, where)
+    read = _Config(config, where)
     if config.get("quantization_config"):
         read.refuse("its weights are quantized", "give the folder of the weights before quantization")
     hint, what = "fetch the folder again", "a value is of a wrong type:"
     wrong_type = DataError.instead_of(TypeError, AttributeError, where=where, hint=hint, what=what)
     with wrong_type, DataError.instead_of(HolmesError, where=where):
-        model = replace(family.read(read, family.type_keys), name=name)
+        model = replace(_read_gpt2(read) if model_type == "gpt2" else _read_llama(read, model_type), name=name)
     return replace(model, head_dim=None) if model.query_width == model.hidden else model
 
 
@@ -182,32 +186,33 @@ class _Config:
         raise DataError(message, where=self.where, hint=hint)
 
 
-def _read_llama(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
+def _read_llama(read: _Config, model_type: str) -> ModelSpec:
     """Read Llama, Mistral, Mixtral or Qwen: rotary positions, SwiGLU, RMSNorm, grouped queries."""
+    family = FAMILIES[model_type]
     rope = read("rope_parameters", None) or read("rope_scaling", None) or {}
     if not isinstance(rope, Mapping):
         read.refuse(f"rope_scaling is {rope!r}", _HINT)
     read.require("hidden_act", "silu")
     read.require("partial_rotary_factor", 1.0)
-    _refuse_window(read, type_keys)
+    _refuse_window(read, family.window_by_default)
     bias = False
-    if type_keys.get("may_have_bias"):
+    if family.may_have_bias:
         bias = read("attention_bias", False)
         if read("mlp_bias", False) != bias:
             read.refuse("attention_bias and mlp_bias differ", _HINT)
     elif read("attention_bias", False):
         read.refuse("attention_bias is true", _HINT)
-    model_keys = {k: v for k, v in type_keys.items() if k in ("qk_norm", "qkv_bias")}
     heads = read("num_attention_heads")
     return ModelSpec(
         "model",
         **read.fields("llama", kv_heads=heads, tied=False, max_positions=2048, norm_eps=1e-6),
         bias=bias,
         rope_base=rope.get("rope_theta") or read("rope_theta", 10000.0),
-        head_dim=read("head_dim", type_keys.get("head_dim")),
+        head_dim=read("head_dim", family.head_dim),
+        qk_norm=family.qk_norm,
+        qkv_bias=family.qkv_bias,
         rope_scaling=_read_scaling(read, rope),
-        experts=_read_experts(read, type_keys["experts"]) if "experts" in type_keys else Experts(),
-        **model_keys,
+        experts=_read_experts(read, model_type) if model_type in _TABLE["experts"] else Experts(),
     )
 
 
@@ -225,8 +230,8 @@ def _read_experts(read: _Config, family: str) -> Experts:
     return experts
 
 
-def _refuse_window(read: _Config, type_keys: Mapping[str, Any]) -> None:
-    window = read("sliding_window", None) if read("use_sliding_window", type_keys["window_by_default"]) else None
+def _refuse_window(read: _Config, by_default: bool) -> None:
+    window = read("sliding_window", None) if read("use_sliding_window", by_default) else None
     layers = read("layer_types", [])
     if (window is not None and window < read("max_position_embeddings", 2048)) or "sliding_attention" in layers:
         read.refuse(
@@ -249,7 +254,7 @@ def _read_scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
     )
 
 
-def _read_gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
+def _read_gpt2(read: _Config) -> ModelSpec:
     activation = read.require("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
     for name, supported in (
         ("scale_attn_weights", True),
@@ -269,16 +274,3 @@ def _read_gpt2(read: _Config, type_keys: Mapping[str, Any]) -> ModelSpec:
         bias=True,
         gelu_tanh=activation != "gelu",
     )
-
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family("LlamaForCausalLM", _read_llama, {"may_have_bias": True, "window_by_default": False}),
-    "mistral": Family("MistralForCausalLM", _read_llama, {"window_by_default": True}),
-    "qwen2": Family("Qwen2ForCausalLM", _read_llama, {"qkv_bias": True, "window_by_default": False}),
-    "qwen3": Family("Qwen3ForCausalLM", _read_llama, {"qk_norm": True, "head_dim": 128, "window_by_default": False}),
-    "mixtral": Family("MixtralForCausalLM", _read_llama, {"experts": "mixtral", "window_by_default": True}),
-    "qwen3_moe": Family(
-        "Qwen3MoeForCausalLM", _read_llama, {"experts": "qwen3_moe", "qk_norm": True, "window_by_default": False}
-    ),
-    "gpt2": Family("GPT2LMHeadModel", _read_gpt2, {}),
-}
