@@ -1,7 +1,7 @@
 """Predictions for a plan: step time and its parts, throughput, memory, bytes per network, timeline, 90% interval."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +13,8 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
 from holmes_hpc.planning.cost.memory import memory
-from holmes_hpc.planning.cost.timing import Timing, recomputed, row_durations, step_s, timing
+from holmes_hpc.planning.cost.timing import Timing, compute_times, recomputed, row_durations, step_s, timing
 from holmes_hpc.planning.cost.uncertainty import interval_s
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
@@ -66,6 +65,25 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
         interval_s=interval_s(layout, seconds),
         share_of_limit=least_s / seconds,
     )
+
+
+def stage_speeds(layout: Layout) -> list[float]:
+    """Return the layers of one micro-batch that all replicas of each stage together compute in a second."""
+    p, stages = layout.parallel, range(layout.parallel.pp)
+    if layout.is_per_stage:
+        layer_s = [compute_times(layout.views[s])[0].layer[:, s].sum() for s in stages]
+        return [float(p.stages[s].dp / layer_s[s]) for s in stages]
+    pipelines = [layout.pipelines(replica[0]) for replica in layout.replicas]
+    replica_speeds = [count / c.layer.sum(axis=0) for count, c in zip(pipelines, compute_times(layout), strict=True)]
+    return [float(speed) for speed in np.sum(replica_speeds, axis=0)]
+
+
+def limit_s(compute_s: Sequence[float], speeds: Sequence[float]) -> float:
+    """Return the seconds of a step if work moved freely between stages, in parts of a layer, and no rank waited.
+
+    `compute_s`: the mean seconds that a stage's ranks compute in a step; `speeds`: of :func:`stage_speeds`.
+    """
+    return float(np.average(compute_s, weights=speeds))
 
 
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:

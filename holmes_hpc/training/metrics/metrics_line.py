@@ -19,7 +19,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.limit import limit_s, stage_speeds
+from holmes_hpc.planning.cost.predict import limit_s, stage_speeds
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
