@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +20,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.rates import finite, number
+from holmes_hpc.tables import read_table
 from holmes_hpc.training.network.audit import PlannedBytes
 from holmes_hpc.training.network.destinations import planned_fabric_bytes
 from holmes_hpc.training.rank.log import log_line
@@ -31,37 +32,18 @@ if TYPE_CHECKING:
 EVERY_S = 5.0  # between two writes, or two readings of a GPU
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 GPU_FIGURES = ("gpu_utilization_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_memory_bytes")
-LINE_FIELDS = {  # family -> field of a metrics line
-    "step": "step",
-    "step_seconds": "step_time_s",
-    "loss": "loss",
-    "tokens_per_second": "tokens_per_s",
-    "share_of_limit_ratio": "share_of_limit",
-}
-FAMILIES: dict[str, tuple[str, tuple[str, ...], str]] = {  # kind, labels, help
-    "step": ("gauge", (), "last step"),
-    "steps": ("gauge", (), "train.steps"),
-    "step_seconds": ("gauge", (), "time of the last step"),
-    "loss": ("gauge", (), "mean over the batch"),
-    "tokens_per_second": ("gauge", (), "over all ranks"),
-    "mfu_ratio": ("gauge", (), "model FLOP/s, divided by the peak FLOP/s of the GPUs"),
-    "share_of_limit_ratio": ("gauge", (), "throughput, divided by that of a step in which no rank waits"),
-    "goodput_ratio": ("gauge", (), "seconds in steps not repeated, divided by seconds since the run was created"),
-    "restarts": ("gauge", (), "attempts before this one"),
-    "checkpoint_step": ("gauge", (), "step of the last checkpoint"),
-    "slow_links": ("gauge", (), "number of links that are slow"),
-    "slow_link_ratio": ("gauge", ("link",), "time that a slow link takes, divided by its planned or earlier time"),
-    "part_seconds": ("gauge", ("stage", "part"), "parts of the last step, means over the ranks of the stage"),
-    "peak_memory_bytes": ("gauge", ("stage",), "largest peak so far of the stage's ranks"),
-    "nic_bytes": ("counter", ("network", "direction"), "counted on the NICs of all nodes"),
-    "nic_planned_bytes": ("counter", ("network",), "planned to be sent in the same steps, with headers"),
-    "fabric_bytes": ("counter", ("sender", "receiver"), "payload of TCP between two fabrics"),
-    "fabric_planned_bytes": ("counter", ("sender", "receiver"), "planned payload in the same steps"),
-    "gpu_utilization_ratio": ("gauge", ("rank",), "share of time in which kernels ran"),
-    "gpu_power_watts": ("gauge", ("rank",), "power draw"),
-    "gpu_temperature_celsius": ("gauge", ("rank",), "temperature"),
-    "gpu_memory_bytes": ("gauge", ("rank",), "memory in use, also by other processes"),
-}
+
+
+class Family(NamedTuple):
+    """A family of metrics. `field`: of a metrics line, if the value is that field's."""
+
+    help: str
+    labels: Sequence[str] = ()
+    kind: str = "gauge"
+    field: str = ""
+
+
+FAMILIES = {name: Family(**facts) for name, facts in read_table(__file__).items()}
 Sample = tuple[str, Sequence[Any], float]  # family, values of its labels, value
 
 
@@ -166,7 +148,7 @@ class Exporter:
     ) -> list[Sample]:
         return [
             *((name, (), value) for name, value in self._constants.items()),
-            *((name, (), line[key]) for name, key in LINE_FIELDS.items()),
+            *((name, (), line[family.field]) for name, family in FAMILIES.items() if family.field),
             ("mfu_ratio", (), line["model_tflops_per_gpu"] / self._peak_tflops),
             ("goodput_ratio", (), self._useful_s / max(line["time"] - self._submitted, self._useful_s)),
             ("checkpoint_step", (), self._checkpoints.saved_step),
@@ -194,7 +176,8 @@ def to_text(run: str, samples: Iterable[Sample]) -> str:
     for name, labels, value in samples:
         families[name].append(f"{_sample_name(name, run, *labels)} {value}")
     heads = {
-        name: f"# TYPE holmes_{name} {FAMILIES[name][0]}\n# HELP holmes_{name} {FAMILIES[name][2]}" for name in families
+        name: f"# TYPE holmes_{name} {FAMILIES[name].kind}\n# HELP holmes_{name} {FAMILIES[name].help}"
+        for name in families
     }
     return "\n".join([*(line for name, lines in families.items() for line in (heads[name], *lines)), "# EOF\n"])
 
@@ -202,9 +185,9 @@ def to_text(run: str, samples: Iterable[Sample]) -> str:
 @cache
 def _sample_name(name: str, *labels: Any) -> str:
     """Return a sample's name with `labels`: the run, then those of its family. Cached, because this takes longest."""
-    kind, label_names, _ = FAMILIES[name]
-    pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *label_names), labels, strict=True))
-    return f"holmes_{name}{'_total' if kind == 'counter' else ''}{{{pairs}}}"
+    family = FAMILIES[name]
+    pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *family.labels), labels, strict=True))
+    return f"holmes_{name}{'_total' if family.kind == 'counter' else ''}{{{pairs}}}"
 
 
 def serve(port: int, get_text: Callable[[], str]) -> None:
