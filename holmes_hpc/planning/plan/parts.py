@@ -24,15 +24,14 @@ class Schedule(Checked, where="schedule", error=PlanError):
     deferred: tuple[int, ...] = ()
     final: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        check(self, "schedule", PlanError)
+    def _mistakes(self) -> Iterator[Case]:
         is_zero_bubble = self.kind == "zero_bubble"
         for name, numbers, least in (("deferred", self.deferred, 0), ("final", self.final, 1)):
             hint = f"zero_bubble needs at least {least} for every stage, other schedules no number"
             is_wrong = bool(numbers) != is_zero_bubble or any(n < least for n in numbers)
-            PlanError.refuse("schedule", (is_wrong, f"{name} is {numbers}", hint))
+            yield is_wrong, f"{name} is {numbers}", hint
         too_few = any(n < 1 for n in self.in_flight)
-        PlanError.refuse("schedule", (too_few, f"in_flight is {self.in_flight}", "give at least 1 for every stage"))
+        yield too_few, f"in_flight is {self.in_flight}", "give at least 1 for every stage"
 
 
 @dataclass(frozen=True)
