@@ -34,11 +34,6 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     return count
 
 
-def _select(table: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """Return the entry of `table`, (layers, S), for the layers of each stage in each split, (plans, S)."""
-    return np.asarray(table[layers[:, :, 0] - 1, np.arange(table.shape[1])])
-
-
 def recomputed(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Return the number of fully recomputed layers of each chunk, shaped like `layers`."""
     limit = layout.costs.software.recompute_layers
@@ -107,7 +102,8 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
 def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     """Return :func:`timing` of a layout with per-stage TP/DP: each stage's column comes from its own view."""
     p, network = layout.parallel, network_times(layout.views[0])
-    parts = {name: _select(table, layers) for name, table in _stage_tables(layout).items()}
+    rows, stages = layers[:, :, 0] - 1, np.arange(p.pp)
+    parts = {name: table[rows, stages] for name, table in _stage_tables(layout).items()}
     gather, shares = parts.pop("gather"), parts.pop("parameters") / np.array([stage.dp for stage in p.stages])
     updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
     return Timing(
