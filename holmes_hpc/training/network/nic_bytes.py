@@ -103,22 +103,6 @@ def _number(path: Path) -> int:
     return int(path.read_bytes())
 
 
-class TcpCounters:
-    """The counters of this process's TCP connections."""
-
-    def __init__(self) -> None:
-        self._last = _connections()
-
-    def take(self) -> list[Connection]:
-        """Return each connection with what it has sent since the last call."""
-        previous, self._last = self._last, _connections()
-        return [
-            c._replace(bytes=c.bytes - old.bytes, busy_s=c.busy_s - old.busy_s)
-            for inode, c in self._last.items()
-            for old in (previous.get(inode, Connection("", "", 0, 0.0)),)
-        ]
-
-
 def _connections() -> dict[int, Connection]:
     """Return the TCP connections of this process by their inodes, with their counters since they were opened."""
     connections: dict[int, Connection] = {}
@@ -151,14 +135,19 @@ class Traffic:
         self._nics, self._nic = nics, plan.site.pool(plan.places[launch.rank].pool).nic
         self.counts_nics, self.one_host = launch.local_rank == 0 and not launch.one_host, launch.one_host
         self._last = read_counters() if self.counts_nics else {}
-        self._tcp = None if launch.one_host else TcpCounters()
+        self._tcp = {} if launch.one_host else _connections()
         self.by_nic: Counters = {}
         self.connections: list[Connection] = []
 
     def take(self) -> tuple[float, ...]:
         """Return seven byte counts since the last call: Ethernet sent and received; RDMA sent and received; sent over
         NICs outside the plan; sent by this rank's own TCP connections over Ethernet NICs, and over RDMA NICs."""
-        self.connections = [] if self._tcp is None else self._tcp.take()
+        previous, self._tcp = self._tcp, {} if self.one_host else _connections()
+        self.connections = [
+            c._replace(bytes=c.bytes - old.bytes, busy_s=c.busy_s - old.busy_s)
+            for inode, c in self._tcp.items()
+            for old in (previous.get(inode, Connection("", "", 0, 0.0)),)
+        ]
         sent: defaultdict[str | None, int] = defaultdict(int)
         for connection in self.connections:
             sent[connection.local] += connection.bytes
