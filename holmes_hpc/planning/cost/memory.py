@@ -279,15 +279,9 @@ def fits(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> np
 
 def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
     """Return the usable bytes of a GPU of each stage, the minimum over pipeline replicas, (S,)."""
-    return np.asarray(
-        np.min(
-            [
-                by_stage(layout, replica, ("capacity", max_gib), lambda c: capacity(layout.pool(c).gpu, max_gib))
-                for replica in range(len(layout.replicas))
-            ],
-            axis=0,
-        )
-    )
+    name, replicas = ("capacity", max_gib), range(len(layout.replicas))
+    usable = [by_stage(layout, r, name, lambda c: capacity(layout.pool(c).gpu, max_gib)) for r in replicas]
+    return np.asarray(np.min(usable, axis=0))
 
 
 class Shortage(NamedTuple):

@@ -45,20 +45,14 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
     stages = stage_breakdown(layout, layers, seconds)
     least_s = limit_s([stage["compute_s"] for stage in stages], stage_speeds(layout))
     model, batch, p = layout.model, layout.batch, layout.parallel
+    parts, recomputed_layers = layout.costs.software.recompute_parts, int(recomputed(layout, layers).sum())
+    sizes = model, batch, p.vocabulary_parts
     per_gpu = seconds * p.world_size * 1e12
     return Predicted(
         step_time_s=seconds,
         samples_per_s=batch.tokens / batch.context / seconds,
-        model_tflops_per_gpu=model_flops_per_step(model, batch, p.vocabulary_parts) / per_gpu,
-        hardware_tflops_per_gpu=hardware_flops_per_step(
-            model,
-            batch,
-            p.vocabulary_parts,
-            layout.recompute,
-            layout.costs.software.recompute_parts,
-            int(recomputed(layout, layers).sum()),
-        )
-        / per_gpu,
+        model_tflops_per_gpu=model_flops_per_step(*sizes) / per_gpu,
+        hardware_tflops_per_gpu=hardware_flops_per_step(*sizes, layout.recompute, parts, recomputed_layers) / per_gpu,
         memory_bytes_per_gpu=tuple(int(x) for x in memory(layout, layers).total()[0]),
         nic_bytes_per_step=nic_bytes(layout, layers),
         breakdown=max(stages, key=lambda stage: stage["compute_s"]),

@@ -185,16 +185,9 @@ def least_s(
         s, most = layout.schedule, (layout.order.micro_batches,) * layout.parallel.pp
         layout = layout.with_settings(schedule_of(s.kind, s.in_flight, most, most))
     times = timing(layout, layers, bucket_bytes)
-    bound = (
-        np.max(
-            [
-                least_seconds(order, d, nic)
-                for order, d, nic in zip(layout.orders, times.replicas, times.one_nic, strict=True)
-            ],
-            axis=0,
-        )
-        + times.after_reduction_s()
-    )
+    replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
+    bounds = [least_seconds(order, d, nic) for order, d, nic in replicas]
+    bound = np.max(bounds, axis=0) + times.after_reduction_s()
     unhidden_s = np.max([d.ready.sum(axis=(1, 2)) + d.tail.max(axis=(1, 2)) for d in times.replicas], axis=0)
     return bound, bound + unhidden_s
 
