@@ -79,20 +79,15 @@ class Configuration(Checked, where="configuration"):
         """Return a copy whose data kind is set: synthetic by default, for trial models and for calibration.
         ConfigError if it is not set for another model, or if `prefix` is set for synthetic data."""
         data, is_large = self.data, self.model.hidden > TRIAL_MAX_HIDDEN and not self.train.measure
-        ConfigError.refuse(
-            "",
-            (
-                data.prefix and data.kind != "indexed",
-                f"data.prefix is {data.prefix!r}, data.kind is {data.kind or 'not given'}",
-                "add data=indexed, or leave data.prefix out",
-            ),
-            (
-                data.kind is None and is_large,
-                f"data.kind is null: no data are given for {self.model.name}",
-                "give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or "
-                "data=synthetic for random tokens, which measure speed and teach nothing",
-            ),
+        problem = f"data.prefix is {data.prefix!r}, data.kind is {data.kind or 'not given'}"
+        hint = "add data=indexed, or leave data.prefix out"
+        ConfigError.refuse("", (data.prefix and data.kind != "indexed", problem, hint))
+        problem = f"data.kind is null: no data are given for {self.model.name}"
+        hint = (
+            "give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or data=synthetic for random"
+            " tokens, which measure speed and teach nothing"
         )
+        ConfigError.refuse("", (data.kind is None and is_large, problem, hint))
         return self if data.kind is not None else replace(self, data=replace(data, kind="synthetic"))
 
     def to_dict(self) -> dict[str, Any]:

@@ -213,14 +213,9 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
 
     def split(self, cp: int, all_to_all: bool = False) -> Batch:
         """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
-        PlanError.refuse(
-            "plan.cp",
-            (
-                self.sequence_length % (2 * cp) and cp > 1,
-                f"sequence_length {self.sequence_length} is not a multiple of 2 x CP {cp}",
-                f"use another CP, or a sequence_length that {2 * cp} divides",
-            ),
-        )
+        problem = f"sequence_length {self.sequence_length} is not a multiple of 2 x CP {cp}"
+        hint = f"use another CP, or a sequence_length that {2 * cp} divides"
+        PlanError.refuse("plan.cp", (cp > 1 and self.sequence_length % (2 * cp), problem, hint))
         sizes = self.global_size * cp, self.micro_size, self.sequence_length // cp
         return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 

@@ -21,6 +21,8 @@ from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, Meas
 from holmes_hpc.planning.cost.flops import layer_parameters, part_flops
 from holmes_hpc.schema import REQUIRED, Checked, key, keys, make
 
+_MODEL_HINT = "give this model's profile, or `holmes calibrate`"
+
 
 @dataclass(frozen=True)
 class Row(Checked, where="profile"):
@@ -59,19 +61,11 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
             with ConfigError.instead_of(*errors, where=where, hint=hint, what="not Sailor's profile"):
                 times = {int(index): tuple(float(s) for s in seconds) for index, seconds in parts.items()}
             last = len(times) - 1
-            ConfigError.refuse(
-                where,
-                (
-                    last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values()),
-                    "not Sailor's profile",
-                    "give three times (forward, backward, update) for each index, counted from 0",
-                ),
-                (
-                    last - 1 != model.layers,
-                    f"profile has {last - 1} layers, {model.name} has {model.layers}",
-                    "give this model's profile, or `holmes calibrate`",
-                ),
-            )
+            is_other = last < 2 or set(times) != set(range(last + 1)) or any(len(t) != 3 for t in times.values())
+            hint = "give three times (forward, backward, update) for each index, counted from 0"
+            ConfigError.refuse(where, (is_other, "not Sailor's profile", hint))
+            problem = f"profile has {last - 1} layers, {model.name} has {model.layers}"
+            ConfigError.refuse(where, (last - 1 != model.layers, problem, _MODEL_HINT))
             layer_times = [median(times[i][column] for i in range(1, last)) for column in range(3)]
             rows += [
                 Row(part, int(tp), int(micro_size), *seconds)
@@ -111,23 +105,13 @@ def _parse_cell(name: str, text: str) -> Any:
 
 
 def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration:
+    ConfigError.refuse("profile", (not rows, "no rows", "give a row for each part and shape"))
     widths = {row.hidden for row in rows} - {0, model.hidden}
-    ConfigError.refuse(
-        "profile",
-        (not rows, "no rows", "give a row for each part and shape"),
-        (
-            widths,
-            f"profile has hidden={', '.join(map(str, sorted(widths)))}, {model.name} has hidden={model.hidden}",
-            "give this model's profile, or `holmes calibrate`",
-        ),
-    )
-    return Calibration(
-        tuple(
-            _measured_pool([r for r in rows if r.gpu == gpu], gpu, model, batch)
-            for gpu in dict.fromkeys(r.gpu for r in rows)
-        ),
-        made="a layer profile",
-    )
+    problem = f"profile has hidden={', '.join(map(str, sorted(widths)))}, {model.name} has hidden={model.hidden}"
+    ConfigError.refuse("profile", (widths, problem, _MODEL_HINT))
+    gpus = dict.fromkeys(row.gpu for row in rows)
+    pools = (_measured_pool([r for r in rows if r.gpu == gpu], gpu, model, batch) for gpu in gpus)
+    return Calibration(tuple(pools), made="a layer profile")
 
 
 def _measured_pool(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredPool:

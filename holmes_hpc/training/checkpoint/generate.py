@@ -23,19 +23,11 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
     source = export.find_source(name)
     tokenizer, vocab, max_positions = _tokenizer(source), source.model.vocab, source.model.max_positions
     ids = [int(i) for i in tokenizer.encode(prompt)] or [tokenizer.eod]
-    ConfigError.refuse(
-        "--prompt",
-        (
-            max(ids) >= vocab,
-            f"token id {max(ids)} is not in the model's vocabulary of {vocab}",
-            "set data.tokenizer to the tokenizer of the run's data",
-        ),
-        (
-            len(ids) + tokens > max_positions,
-            f"{len(ids)} tokens and {tokens} new ones exceed the model's {max_positions} positions",
-            "shorten it, or lower --tokens",
-        ),
-    )
+    problem = f"token id {max(ids)} is not in the model's vocabulary of {vocab}"
+    hint = "set data.tokenizer to the tokenizer of the run's data"
+    ConfigError.refuse("--prompt", (max(ids) >= vocab, problem, hint))
+    problem = f"{len(ids)} tokens and {tokens} new ones exceed the model's {max_positions} positions"
+    ConfigError.refuse("--prompt", (len(ids) + tokens > max_positions, problem, "shorten it, or lower --tokens"))
     model = _model(source)
     torch.manual_seed(seed)
     sampling = {"do_sample": True, "temperature": temperature} if temperature else {"do_sample": False}

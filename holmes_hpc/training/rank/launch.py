@@ -37,14 +37,10 @@ class Launch:
     port: int | None = None
 
     def __post_init__(self) -> None:
-        PlanError.refuse(
-            f"{self.launcher} on {self.node}",
-            (
-                not 0 <= self.rank < self.world_size or self.local_rank < 0,
-                f"rank {self.rank} (local rank {self.local_rank}) of {self.world_size} ranks is impossible",
-                "leave RANK, WORLD_SIZE and SLURM_PROCID as srun or torchrun set them",
-            ),
-        )
+        is_impossible = not 0 <= self.rank < self.world_size or self.local_rank < 0
+        problem = f"rank {self.rank} (local rank {self.local_rank}) of {self.world_size} ranks is impossible"
+        hint = "leave RANK, WORLD_SIZE and SLURM_PROCID as srun or torchrun set them"
+        PlanError.refuse(f"{self.launcher} on {self.node}", (is_impossible, problem, hint))
 
 
 def read_launch(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
@@ -117,25 +113,18 @@ def check_launch(launch: Launch, plan: Plan) -> int:
     """Return the index of this rank's component in the plan.
 
     Raise PlanError if the rank runs in another component, or if the number of ranks is not the plan's."""
-    PlanError.refuse(
-        f"{launch.launcher} on {launch.node}",
-        (
-            launch.world_size != plan.world_size,
-            f"{counted(launch.world_size, 'rank')} started, the plan has {plan.world_size}",
-            f"start {counted(plan.world_size, 'rank')}, or plan again",
-        ),
-    )
+    problem = f"{counted(launch.world_size, 'rank')} started, the plan has {plan.world_size}"
+    hint = f"start {counted(plan.world_size, 'rank')}, or plan again"
+    is_other_size = launch.world_size != plan.world_size
+    PlanError.refuse(f"{launch.launcher} on {launch.node}", (is_other_size, problem, hint))
     component = plan.component_of(launch.rank)
-    PlanError.refuse(
-        f"node {launch.node}",
-        (
-            launch.components and len(plan.components) > 1 and component not in launch.components,
-            f"rank {launch.rank} runs on a node of component "
-            f"{' and '.join(map(str, launch.components))}, but the plan puts it in component {component} "
-            f"(pool {plan.components[component].pool})",
-            "submit the components in the plan's order, with its nodes and tasks per node",
-        ),
+    problem = (
+        f"rank {launch.rank} runs on a node of component {' and '.join(map(str, launch.components))}, but the plan puts"
+        f" it in component {component} (pool {plan.components[component].pool})"
     )
+    hint = "submit the components in the plan's order, with its nodes and tasks per node"
+    is_elsewhere = launch.components and len(plan.components) > 1 and component not in launch.components
+    PlanError.refuse(f"node {launch.node}", (is_elsewhere, problem, hint))
     return component
 
 
