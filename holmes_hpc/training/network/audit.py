@@ -101,18 +101,10 @@ def audit_bytes(
             findings.append(
                 Finding("warning" if group is None else "error", f"node {node}", message, hint, node, nics[kind])
             )
-        findings += [
-            Finding(
-                "warning",
-                f"node {node}",
-                f"{kind} NIC {nics[kind]} sent {shortfall / 1e6:.1f} MB per step less than the plan expects",
-                "see `holmes report`; the counters of this NIC may not count all its traffic",
-                node,
-                nics[kind],
-            )
-            for kind, shortfall in missing.items()
-            if not surplus
-        ]
+        hint = "see `holmes report`; the counters of this NIC may not count all its traffic"
+        for kind, shortfall in missing.items() if not surplus else ():
+            problem = f"{kind} NIC {nics[kind]} sent {shortfall / 1e6:.1f} MB per step less than the plan expects"
+            findings.append(Finding("warning", f"node {node}", problem, hint, node, nics[kind]))
     return findings
 
 

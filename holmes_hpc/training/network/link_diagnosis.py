@@ -156,31 +156,16 @@ def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[Communic
     for info in infos:
         for kind, nic in info.nics.items():
             owners.setdefault((kind, nic.address), []).append(info.node)
-    return [
-        *(
-            Finding(
-                "error",
-                f"node {node}",
-                f"no {_NAMES[kind]} NIC for group {label}",
-                "bring it up, or correct the node's features (holmes label)",
-                node,
-            )
-            for (node, kind), label in missing.items()
-        ),
-        *(
-            Finding(
-                "error",
-                f"nodes {compress(nodes)}",
-                f"all have the address {address} on {by_node[nodes[0]].nics[kind].interface}",
-                "give each node its own address; a container bridge's address is not a node's",
-                nodes[0],
-                by_node[nodes[0]].nics[kind].interface,
-            )
-            for (kind, address), nodes in owners.items()
-            if len(nodes) > 1
-        ),
-        *_find_unusual_names(infos),
-    ]
+    findings, hint = list[Finding](), "bring it up, or correct the node's features (holmes label)"
+    for (node, kind), label in missing.items():
+        findings.append(Finding("error", f"node {node}", f"no {_NAMES[kind]} NIC for group {label}", hint, node))
+    hint = "give each node its own address; a container bridge's address is not a node's"
+    for (kind, address), (first, *others) in owners.items():
+        if others:
+            where, interface = f"nodes {compress([first, *others])}", by_node[first].nics[kind].interface
+            problem = f"all have the address {address} on {interface}"
+            findings.append(Finding("error", where, problem, hint, first, interface))
+    return findings + _find_unusual_names(infos)
 
 
 def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
@@ -196,17 +181,9 @@ def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
         for info in infos
         if names.get(info.node, usual) != usual and in_fabric.count((info.fabric, names[info.node])) == 1
     ]
-    return [
-        Finding(
-            "warning",
-            f"node {node}",
-            f"uses Ethernet NIC {names[node]}, while most nodes use {usual}",
-            f"check that it is the right one (holmes probe); if its name has changed, rename it to {usual}",
-            node,
-            names[node],
-        )
-        for node in unusual
-    ]
+    hint = f"check that it is the right one (holmes probe); if its name has changed, rename it to {usual}"
+    problems = {node: f"uses Ethernet NIC {names[node]}, while most nodes use {usual}" for node in unusual}
+    return [Finding("warning", f"node {node}", text, hint, node, names[node]) for node, text in problems.items()]
 
 
 def find_unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
@@ -242,33 +219,21 @@ def _explain_pairs(
             break
         if (islands := _islands(unexplained)) is not None:
             a, b = (infos[island[0]] for island in islands)
-            findings.append(
-                Finding(
-                    "error",
-                    f"fabric {', '.join(sorted({infos[n].fabric for island in islands for n in island}))}",
-                    f"nodes {compress(islands[0])} ({a.nics[kind].text}) and {compress(islands[1])} "
-                    f"({b.nics[kind].text}) do not reach each other over their {_NAMES[kind]} NICs",
-                    _SPLIT_HINTS[kind],
-                    a.node,
-                    a.nics[kind].interface,
-                )
+            where = f"fabric {', '.join(sorted({infos[n].fabric for island in islands for n in island}))}"
+            problem = (
+                f"nodes {compress(islands[0])} ({a.nics[kind].text}) and {compress(islands[1])} ({b.nics[kind].text})"
+                f" do not reach each other over their {_NAMES[kind]} NICs"
             )
+            findings.append(Finding("error", where, problem, _SPLIT_HINTS[kind], a.node, a.nics[kind].interface))
             break
         of_worst = {pair: failure for pair, failure in unexplained.items() if worst in pair}
         link, error = next(iter(of_worst.values()))
         peers = [n for pair in of_worst for n in pair if n != worst]
         nic = infos[worst].nics[kind]
-        findings.append(
-            Finding(
-                "error",
-                f"node {worst}",
-                f"{_NAMES[kind]} NIC {nic.text} does not reach {compress(peers)} (group {link.label}: {error})",
-                f"check that {nic.interface} of {worst} is up and in the fabric its features "
-                "name: cable, subnet, firewall",
-                worst,
-                nic.interface,
-            )
-        )
+        problem = f"{_NAMES[kind]} NIC {nic.text} does not reach {compress(peers)} (group {link.label}: {error})"
+        place = f"{nic.interface} of {worst}"
+        hint = f"check that {place} is up and in the fabric its features name: cable, subnet, firewall"
+        findings.append(Finding("error", f"node {worst}", problem, hint, worst, nic.interface))
         unexplained = {pair: failure for pair, failure in unexplained.items() if worst not in pair}
     return findings
 
@@ -289,15 +254,13 @@ def _islands(pairs: Iterable[frozenset[str]]) -> tuple[list[str], list[str]] | N
 
 def _pair_finding(link: NodeLink, error: str, infos: Mapping[str, NodeInformation]) -> Finding:
     a, b = infos[link.sender].nics[link.kind], infos[link.receiver].nics[link.kind]
-    return Finding(
-        "error",
-        f"nodes {link.sender} and {link.receiver}",
-        f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_NAMES[link.kind]} "
-        f"NICs, which group {link.label} needs ({error})",
-        f"look for a firewall between them, and check {b.interface} of {link.receiver}: up, right cable and subnet",
-        link.receiver,
-        b.interface,
+    where = f"nodes {link.sender} and {link.receiver}"
+    problem = (
+        f"{link.sender} ({a.text}) does not reach {link.receiver} ({b.text}) over their {_NAMES[link.kind]} NICs, which"
+        f" group {link.label} needs ({error})"
     )
+    hint = f"look for a firewall between them, and check {b.interface} of {link.receiver}: up, right cable and subnet"
+    return Finding("error", where, problem, hint, link.receiver, b.interface)
 
 
 def find_slow_links(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
@@ -352,29 +315,19 @@ _SLOW_HINT = "check its link speed, shaping (tc) and cable (ethtool, ibstat), or
 def _slow_nic(node: str, worst: NodeLink, gbps: float, level: str, infos: Mapping[str, NodeInformation]) -> Finding:
     nic, declared = infos[node].nics[worst.kind], declared_gbps(infos, worst)
     verb, peer = ("sends", f"to {worst.receiver}") if node == worst.sender else ("receives", f"from {worst.sender}")
-    return Finding(
-        level,
-        f"node {node}",
-        f"{_NAMES[worst.kind]} NIC {nic.text} {verb} {_rate(gbps)} of {_rate(declared)} ({gbps / declared:.0%}; "
-        f"{peer}, group {worst.label})",
-        _SLOW_HINT,
-        node,
-        nic.interface,
-    )
+    share = f"{gbps / declared:.0%}; {peer}, group {worst.label}"
+    problem = f"{_NAMES[worst.kind]} NIC {nic.text} {verb} {_rate(gbps)} of {_rate(declared)} ({share})"
+    return Finding(level, f"node {node}", problem, _SLOW_HINT, node, nic.interface)
 
 
 def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Sequence[Endpoint]) -> Finding:
     """Return the finding for a link that carries `gbps` of the `declared` rate. `nics`: of its sender and receiver."""
     a, b = nics
-    return Finding(
-        level,
-        f"nodes {' and '.join(sorted((link.sender, link.receiver)))}",
-        f"{_NAMES[link.kind]} NICs {a.text} of {link.sender} to {b.text} of {link.receiver} carry {_rate(gbps)} of "
-        f"{_rate(declared)} ({gbps / declared:.0%}; group {link.label})",
-        _SLOW_HINT,
-        link.sender,
-        a.interface,
-    )
+    where = f"nodes {' and '.join(sorted((link.sender, link.receiver)))}"
+    ends = f"{a.text} of {link.sender} to {b.text} of {link.receiver}"
+    share = f"{gbps / declared:.0%}; group {link.label}"
+    problem = f"{_NAMES[link.kind]} NICs {ends} carry {_rate(gbps)} of {_rate(declared)} ({share})"
+    return Finding(level, where, problem, _SLOW_HINT, link.sender, a.interface)
 
 
 def find_clock_skew(reports: Sequence[LinkReport]) -> list[Finding]:
@@ -385,14 +338,9 @@ def find_clock_skew(reports: Sequence[LinkReport]) -> list[Finding]:
         for node, seconds in report.skew_s.items():
             offsets.setdefault(node, []).append(seconds)
     skew_s = {node: sorted(s)[len(s) // 2] for node, s in sorted(offsets.items()) if 2 * len(s) >= len(reports)}
+    hint = "start a time service there (chrony); munge refuses credentials at 300 s"
     return [
-        Finding(
-            "warning",
-            f"node {node}",
-            f"its clock is {seconds:+.0f} s off the others'",
-            "start a time service there (chrony); munge refuses credentials at 300 s",
-            node,
-        )
+        Finding("warning", f"node {node}", f"its clock is {seconds:+.0f} s off the others'", hint, node)
         for node, seconds in skew_s.items()
         if abs(seconds) > MAX_SKEW_S
     ]

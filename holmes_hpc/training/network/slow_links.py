@@ -20,6 +20,10 @@ SLOWDOWN = 3.0  # ratio to the planned and to the earlier duration above which a
 MIN_S = 0.02  # per step; a shorter duration is never slow
 WINDOW = 5  # steps whose median is compared
 _DP = ("dp", "intra_dp", "inter_dp")
+_SLOW_STAGE_HINT = (
+    "a link there has become slow: check its speed, errors and cable (ethtool, ibstat), and its other users;"
+    " `holmes resume` measures every link again"
+)
 
 
 class SlowLinkDetector:
@@ -98,14 +102,9 @@ def slow_link_detector(
         names.append(f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}{nics}")
 
     def describe(stage: int, median_s: float, baseline_s: float) -> Finding:
-        return Finding(
-            "warning",
-            names[stage],
-            f"gradient synchronization of stage {stage} takes {median_s:.3g} s a step, {baseline_s:.3g} s "
-            f"before, {expected_s[stage]:.3g} s as planned",
-            "a link there has become slow: check its speed, errors and cable "
-            "(ethtool, ibstat), and its other users; `holmes resume` measures every link again",
-        )
+        seconds = f"{median_s:.3g} s a step, {baseline_s:.3g} s before, {expected_s[stage]:.3g} s as planned"
+        problem = f"gradient synchronization of stage {stage} takes {seconds}"
+        return Finding("warning", names[stage], problem, _SLOW_STAGE_HINT)
 
     return SlowLinkDetector(stages, expected_s, describe, np.minimum)
 
