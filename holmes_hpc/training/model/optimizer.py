@@ -40,20 +40,11 @@ def groups_for_ddp() -> ProcessGroupCollection:
 def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
     """Wrap the model chunks in Megatron-Core's DDP with buckets of `plan.bucket_bytes`."""
     p, grad_dtype = plan.parallel, plan.grad_dtype or "fp32"
-    hint = "plan again with this train.grad_dtype, or remove it"
-    ConfigError.refuse(
-        "train.grad_dtype",
-        (
-            (train.grad_dtype or grad_dtype) != grad_dtype,
-            f"it is {train.grad_dtype}, but the plan sums gradients in {grad_dtype}",
-            hint,
-        ),
-        (
-            grad_dtype not in ("fp32", train.dtype),
-            f"gradients in {grad_dtype} need weights in it, which are in {train.dtype}",
-            hint,
-        ),
-    )
+    place, hint = "train.grad_dtype", "plan again with this train.grad_dtype, or remove it"
+    problem = f"it is {train.grad_dtype}, but the plan sums gradients in {grad_dtype}"
+    ConfigError.refuse(place, (train.grad_dtype not in (None, grad_dtype), problem, hint))
+    problem = f"gradients in {grad_dtype} need weights in it, which are in {train.dtype}"
+    ConfigError.refuse(place, (grad_dtype not in ("fp32", train.dtype), problem, hint))
     # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams: on CPUs each bucket
     # would block the backward pass.
     can_overlap = p.can_overlap and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
@@ -129,11 +120,9 @@ def build(
         )
     # Muon orthogonalizes full matrices. On each TP part by itself, it would be a different optimizer. Its products are
     # computed in the type of the weights; Megatron-Core's default is bf16.
-    muon: dict[str, Any] = (
-        {}
-        if train.optimizer != "muon"
-        else {"muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
-    )
+    muon: dict[str, Any] = {}
+    if train.optimizer == "muon":
+        muon = {"muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             **{name: getattr(train, name) for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad")},

@@ -162,18 +162,11 @@ def _refuse_substitute(nics: NodeNics, chosen: Nic, node: str) -> None:
         return
     for nic in candidates(nics, NicType.ETHERNET):
         is_slower = chosen.role == "data" and nic.gbps is not None and nic.gbps < (chosen.gbps or 0)
-        if (
-            nic.role == "data"
-            and nic.type is NicType.ETHERNET
-            and not nic.up
-            and nic.address is not None
-            and not is_slower
-        ):
-            raise SiteError(
-                f"ethernet interface {nic.name} is down, and {chosen.name} is no substitute",
-                where=f"node {node}",
-                hint=f"ip link set {nic.name} up, or name the interface to use: ethernet: {chosen.name} (docs/nics.md)",
-            )
+        is_ethernet = nic.role == "data" and nic.type is NicType.ETHERNET
+        is_down = not nic.up and nic.address is not None
+        problem = f"ethernet interface {nic.name} is down, and {chosen.name} is no substitute"
+        hint = f"ip link set {nic.name} up, or name the interface to use: ethernet: {chosen.name} (docs/nics.md)"
+        SiteError.refuse(f"node {node}", (is_ethernet and is_down and not is_slower, problem, hint))
 
 
 def refuse_overrides(
