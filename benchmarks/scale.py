@@ -70,7 +70,7 @@ def nodes_of(plan: Plan) -> list[NodeTransports]:
     for rank, place in enumerate(plan.places):
         number, fabric = rank // 8, plan.site.pool(place.pool).fabric_name
         addresses = [f"10.{number >> 8}.{number & 255}.{i}" for i in (1, 2)]
-        interfaces = {"tcp": ("eth0", addresses[0], 24), "rdma": ("ib0", addresses[1], 24)}
+        interfaces = {"tcp": ("eth0", addresses[0]), "rdma": ("ib0", addresses[1])}
         nodes.append(NodeTransports(f"node{number}", fabric, interfaces, {}, False))
     return nodes
 

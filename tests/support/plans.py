@@ -58,7 +58,7 @@ def node_transports() -> list[NodeTransports]:
 
     names = (("ib1", "ib-a", "ib0"), ("ib2", "ib-a", "ib0"), ("roce1", "roce-a", "roce0"), ("roce2", "roce-a", "roce0"))
     return [
-        NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}", 24), "rdma": (nic, f"10.1.0.{i}", 24)}, {}, False)
+        NodeTransports(name, fabric, {"tcp": ("eth0", f"10.0.0.{i}"), "rdma": (nic, f"10.1.0.{i}")}, {}, False)
         for i, (name, fabric, nic) in enumerate(names)
     ]
 

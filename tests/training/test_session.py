@@ -33,7 +33,7 @@ from holmes_hpc.training.rank.launch import Launch, job_nodes
 
 
 def node(name: str, environment: dict[str, str]) -> NodeTransports:
-    return NodeTransports(name, "ib-a", {"tcp": ("eth0", "10.0.0.1", 24)}, environment, False)
+    return NodeTransports(name, "ib-a", {"tcp": ("eth0", "10.0.0.1")}, environment, False)
 
 
 def group(kind: str, ranks: list[int], interface: str | None) -> dict[str, object]:
@@ -103,7 +103,7 @@ def test_rank_0_cannot_lock_a_run_directory_that_another_attempt_uses(
 
 def test_a_node_outside_the_job_or_an_address_used_twice_is_refused() -> None:
     def transports(name: str, address: str) -> NodeTransports:
-        return NodeTransports(name, "ib-a", {"tcp": ("eth0", address, 24)}, {}, False)
+        return NodeTransports(name, "ib-a", {"tcp": ("eth0", address)}, {}, False)
 
     good = [transports("ib1", "10.0.0.1"), transports("ib1", "10.0.0.1"), transports("roce1", "10.0.0.2")]
     job = job_nodes(
@@ -115,7 +115,7 @@ def test_a_node_outside_the_job_or_an_address_used_twice_is_refused() -> None:
         }
     )
     check_addresses(good, job)
-    apart = [NodeTransports(n, n, {"rdma": ("ib0", "10.1.0.1", 24)}, {}, False) for n in ("ib1", "ib2")]
+    apart = [NodeTransports(n, n, {"rdma": ("ib0", "10.1.0.1")}, {}, False) for n in ("ib1", "ib2")]
     check_addresses(apart, job)  # two fabrics without a link between them
     for bad, pattern in (
         (transports("evil", "10.0.0.9"), "rank 3 on evil: this node is not in the job"),

@@ -239,10 +239,7 @@ def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
     """Return the kernel interfaces and RDMA ports that carry this node's groups, for :func:`nic_faults`.
     RDMA ports are omitted if `sysfs` lists none, as in a container."""
     ports = node.environment.get("NCCL_IB_HCA", "").lstrip("=") if (sysfs / "class/infiniband").is_dir() else ""
-    return [
-        *(interface for kind, (interface, _, _) in node.interfaces.items() if kind != "local"),
-        *filter(None, ports.split(",")),
-    ]
+    return [*(interface for interface, _ in node.interfaces.values()), *filter(None, ports.split(","))]
 
 
 def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:

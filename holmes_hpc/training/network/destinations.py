@@ -17,7 +17,7 @@ def edge_receivers(plan: Plan, nodes: Sequence[NodeTransports]) -> list[dict[str
     receivers: list[dict[str, tuple[int, str]]] = [{} for _ in nodes]
     for group in plan.transports():
         kind = group.transport.kind
-        for sender, receiver in (group.ranks, group.ranks[::-1]) if group.kind == "edge" and kind != "local" else ():
+        for sender, receiver in (group.ranks, group.ranks[::-1]) if group.kind == "edge" else ():
             if kind in nodes[receiver].interfaces:
                 receivers[sender].setdefault(nodes[receiver].interfaces[kind][1], (receiver, kind))
     return receivers
@@ -45,7 +45,7 @@ class Destinations:
         self._edges = [list(receivers) for receivers in edge_receivers(plan, nodes)]
         self._fabric_of_rank, self._fabrics = np.array([n.fabric for n in nodes]), defaultdict[str, set[str]](set)
         for node in nodes:
-            self._fabrics[node.fabric].update(address for _, address, _ in node.interfaces.values())
+            self._fabrics[node.fabric].update(address for _, address in node.interfaces.values())
         self.width = len(self._fabrics) + max(map(len, self._edges), default=0)  # of a row
         cells = [(rank, len(self._fabrics) + i) for rank, edges in enumerate(self._edges) for i in range(len(edges))]
         self._seconds_at = tuple(np.array(cells, dtype=int).reshape(-1, 2).T)  # ranks and columns of all edges

@@ -34,15 +34,14 @@ MEASURED_GROUPS = ("tp", "cp", "dp", "intra_dp", "inter_dp", "ep", "expt_dp", "e
 class NodeTransports:
     """The transports of the plan on this node.
 
-    `interfaces`: transport kind (local, rdma, tcp) -> (interface, IPv4 address, prefix length); `environment`: the
-    variables that NCCL needs before its first call; `one_host`: all ranks run on this machine; `defaults`: variables
-    that are set unless the site sets them; `network`: NCCL's name of the fabric's RDMA network; `notes`: lines for the
-    log.
+    `interfaces`: transport kind (rdma, tcp) -> (interface, IPv4 address); `environment`: the variables that NCCL needs
+    before its first call; `one_host`: all ranks run on this machine; `defaults`: variables that are set unless the site
+    sets them; `network`: NCCL's name of the fabric's RDMA network; `notes`: lines for the log.
     """
 
     node: str
     fabric: str
-    interfaces: Mapping[str, tuple[str, str, int]]
+    interfaces: Mapping[str, tuple[str, str]]
     environment: Mapping[str, str]
     one_host: bool
     defaults: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +50,7 @@ class NodeTransports:
 
     def interface(self, transport: Transport) -> str:
         """Return the kernel interface of this node that carries `transport`."""
-        if self.one_host:
+        if self.one_host or transport.kind == "local":
             return LOOPBACK
         what, hint = f"no interface for {transport}", "compare the plan's fabrics with `holmes probe` on this node"
         with NetworkError.instead_of(KeyError, where=f"node {self.node}", hint=hint, what=what):
@@ -91,10 +90,9 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
     uses them directly. Raise NetworkError if an interface that the plan needs is missing, down or without an address.
     """
     pool = plan.site.pool(plan.places[rank].pool)
-    notes: list[str] = []
-    interfaces = {"local": (LOOPBACK, "127.0.0.1", 8)}
     if one_host:
-        return NodeTransports(node, pool.fabric_name, interfaces, {}, True)
+        return NodeTransports(node, pool.fabric_name, {}, {}, True)
+    notes, interfaces = list[str](), dict[str, tuple[str, str]]()
     needed = [("tcp", NicType.ETHERNET)]  # always: the rendezvous uses it
     if "rdma" in transport_kinds(plan, rank):
         needed.append(("rdma", pool.nic))
@@ -109,7 +107,7 @@ def node_transports(plan: Plan, rank: int, nics: NodeNics, node: str, one_host: 
             assert nic.address is not None
             if kind == "tcp":
                 _refuse_substitute(nics, nic, node)
-            interfaces[kind] = (nic.name, nic.address, 32 if nic.prefix is None else nic.prefix)
+            interfaces[kind] = nic.name, nic.address
     except SiteError as e:
         raise NetworkError(e.what, where=f"{e.where} (pool {pool.name})", hint=e.hint) from e
     defaults = nccl.socket_settings(*_socket_traffic(plan, rank)) if cuda else {}
@@ -208,8 +206,7 @@ def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint
                 if peer.fabric_name in counts and site.link(pool.fabric_name, peer.fabric_name)
             },
         )
-        for kind, (interface, address, _) in node.interfaces.items()
-        if kind != "local"
+        for kind, (interface, address) in node.interfaces.items()
     }
 
 
@@ -232,8 +229,7 @@ def check_links(
                 f"{g.kind} of ranks {abbreviated(g.ranks, ',')}", g.transport.kind, g.ranks, g.kind in MEASURED_GROUPS
             )
             for g in plan.transports()
-            # only groups between nodes, over NICs with an address
-            if g.transport.kind != "local" and all(g.transport.kind in nodes[r].interfaces for r in g.ranks)
+            if all(g.transport.kind in nodes[r].interfaces for r in g.ranks)  # between nodes, over NICs with an address
         ],
         token=store.get("token").decode(),
     )
@@ -259,9 +255,7 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -
         where = f"rank {rank} on {node.node}"
         if job_nodes and node.node not in job_nodes:
             raise NetworkError("this node is not in the job", where=where, hint="start the ranks with srun in one job")
-        for kind, (interface, address, _) in node.interfaces.items():
-            if kind == "local":
-                continue
+        for kind, (interface, address) in node.interfaces.items():
             owner = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
             if owner != node.node or not _is_host_address(address):
                 problem = f"which is also {owner}'s" if owner != node.node else "which other nodes cannot reach"

@@ -46,8 +46,8 @@ class NodeInformation:
 
 @dataclass(frozen=True)
 class CommunicationGroup:
-    """A process group. `kind`: of its transport; `ranks`: its global ranks; `sampled`: it carries the model's traffic,
-    so the links of a ring over its nodes are measured."""
+    """A process group between nodes. `kind`: of its transport; `ranks`: its global ranks; `sampled`: it carries the
+    model's traffic, so the links of a ring over its nodes are measured."""
 
     label: str
     kind: str
@@ -95,7 +95,7 @@ def peer_links(infos: Sequence[NodeInformation], groups: Iterable[CommunicationG
     return _unique(
         NodeLink(group.kind, node, node_of[rank], group.label)
         for group in groups
-        if group.kind != "local" and not node_ranks.isdisjoint(group.ranks)
+        if not node_ranks.isdisjoint(group.ranks)
         for rank in group.ranks
         if node_of[rank] != node
     )
@@ -106,11 +106,7 @@ def measurement_rounds(infos: Sequence[NodeInformation], groups: Iterable[Commun
     All links of a round are of one kind, and a node is at most once a sender and once a receiver. So no two samples
     share a NIC's direction."""
     node_of = _node_of(infos)
-    rings = [
-        (group, list(dict.fromkeys(node_of[r] for r in group.ranks)))
-        for group in groups
-        if group.sampled and group.kind != "local"
-    ]
+    rings = [(group, list(dict.fromkeys(node_of[r] for r in group.ranks))) for group in groups if group.sampled]
     links = _unique(
         NodeLink(group.kind, sender, receiver, group.label)
         for group, nodes in rings
@@ -150,7 +146,7 @@ def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[Communic
     missing: dict[tuple[str, str], str] = {}
     for group in groups:
         for rank in group.ranks:
-            if group.kind != "local" and group.kind not in by_node[node_of[rank]].nics:
+            if group.kind not in by_node[node_of[rank]].nics:
                 missing.setdefault((node_of[rank], group.kind), group.label)
     owners: dict[tuple[str, str], list[str]] = {}
     for info in infos:

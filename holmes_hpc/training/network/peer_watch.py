@@ -40,7 +40,7 @@ class PeerWatch:
 
     def __init__(self, node: NodeTransports) -> None:
         self._node = node
-        self._listeners = {kind: bound_socket(*nic[:2]) for kind, nic in node.interfaces.items() if kind != "local"}
+        self._listeners = {kind: bound_socket(*nic) for kind, nic in node.interfaces.items()}
         for listener in self._listeners.values():
             listener.listen(2)
         self.ports = {kind: listener.getsockname()[1] for kind, listener in self._listeners.items()}
@@ -54,7 +54,7 @@ class PeerWatch:
         self._watched.append((kind, peer, previous, connection))
 
     def _connection(self, kind: str, peer: Listener, timeout_s: float) -> socket.socket:
-        connection = bound_socket(*self._node.interfaces[kind][:2])
+        connection = bound_socket(*self._node.interfaces[kind])
         connection.settimeout(timeout_s)
         try:
             connection.connect((peer.address, peer.port))

@@ -95,7 +95,7 @@ def slow_link_detector(
     for group in groups.values():
         kinds_of_stage[group.stages[0]].add(group.transport.kind)
     for stage, ranks in enumerate(stages):
-        kinds = sorted(kinds_of_stage[stage] - {"local"})
+        kinds = sorted(kinds_of_stage[stage])
         interfaces = [nodes[r].interfaces[kind][0] for r in ranks for kind in kinds if kind in nodes[r].interfaces]
         hosts = list(dict.fromkeys(nodes[r].node for r in ranks))
         nics = f" (NIC {', '.join(dict.fromkeys(interfaces))})" if interfaces else ""
@@ -137,7 +137,7 @@ def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], planned: Pla
         sender, receiver, kind = ends[number]
         stages = [plan.parallel.coordinates(rank)[0] for rank in (sender, receiver)]
         link = NodeLink(kind, nodes[sender].node, nodes[receiver].node, f"edge of stages {min(stages)},{max(stages)}")
-        nics = [Endpoint(*nodes[rank].interfaces[kind][:2]) for rank in (sender, receiver)]
+        nics = [Endpoint(*nodes[rank].interfaces[kind]) for rank in (sender, receiver)]
         return slow_link(link, gbps[number] * expected_s[number] / median_s, gbps[number], "warning", nics)
 
     return SlowLinkDetector(list(columns.values()), expected_s, describe, np.maximum)

@@ -84,13 +84,7 @@ def audit_of(plan: Plan, factors: dict[str, float] | None = None) -> Audit:
 
 def nodes_of(plan: Plan) -> list[NodeTransports]:
     return [
-        NodeTransports(
-            p.node,
-            p.pool,
-            {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.0.1.1", 24), "rdma": ("fast0", "10.0.2.1", 24)},
-            {},
-            False,
-        )
+        NodeTransports(p.node, p.pool, {"tcp": ("eth0", "10.0.1.1"), "rdma": ("fast0", "10.0.2.1")}, {}, False)
         for p in plan.places
     ]
 
@@ -183,13 +177,7 @@ def test_a_nic_is_reported_if_it_is_down_in_two_checks_in_a_row(
     down = {"ib0": NetworkError("NIC ib0 went down (down)", where="node n1", hint="bring it up again")}
     answers = iter([{}, down, {}, down, down])
     monkeypatch.setattr(audit, "nic_faults", lambda names, node: next(answers))
-    node = NodeTransports(
-        "n1",
-        "ib-a",
-        {"local": ("lo", "127.0.0.1", 8), "rdma": ("ib0", "10.0.2.1", 24)},
-        {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"},
-        False,
-    )
+    node = NodeTransports("n1", "ib-a", {"rdma": ("ib0", "10.0.2.1")}, {"NCCL_IB_HCA": "=mlx5_0:1,mlx5_1:1"}, False)
     (tmp_path / "class/infiniband").mkdir(parents=True)
     assert audit.nics_in_use(node, tmp_path) == ["ib0", "mlx5_0:1", "mlx5_1:1"]
     check = audit.nic_check(node)
@@ -200,7 +188,7 @@ def test_a_nic_is_reported_if_it_is_down_in_two_checks_in_a_row(
 def test_ports_missing_from_a_containers_sysfs_are_not_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[list[str]] = []
     monkeypatch.setattr(audit, "nic_faults", lambda names, node: checked.append(names) or {})
-    node = NodeTransports("n1", "ib-a", {"tcp": ("eth0", "10.0.1.1", 24)}, {"NCCL_IB_HCA": "=mlx5_0"}, False)
+    node = NodeTransports("n1", "ib-a", {"tcp": ("eth0", "10.0.1.1")}, {"NCCL_IB_HCA": "=mlx5_0"}, False)
     audit.nic_check(node, tmp_path)()
     (tmp_path / "class/infiniband").mkdir(parents=True)
     audit.nic_check(node, tmp_path)()

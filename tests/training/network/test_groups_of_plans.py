@@ -102,9 +102,9 @@ def groups_of(plan: Plan, rank: int, created: list[CreatedGroup]) -> list[Create
     """Return the groups of `rank`, in the order in which it creates them."""
     place = plan.places[rank]
     fabric = plan.site.pool(place.pool)
-    interfaces = {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24)}
+    interfaces = {"tcp": ("eth0", "10.1.0.1")}
     if fabric.nic.rdma:
-        interfaces["rdma"] = ("ib0", "10.2.0.1", 24)
+        interfaces["rdma"] = ("ib0", "10.2.0.1")
     created.clear()
     groups = Groups(plan, NodeTransports(place.node, place.pool, interfaces, {}, False), rank, True, 10.0, 10.0)
     try:

@@ -52,10 +52,9 @@ def test_peers_are_the_other_nodes_of_a_nodes_groups_once_per_transport() -> Non
     assert next(link for link in links if link.receiver == "roce1").label == "edge 0"
 
 
-def test_ranks_of_one_node_and_local_groups_need_no_link() -> None:
+def test_ranks_of_one_node_need_no_link() -> None:
     infos = [info("a", "ib-a", (0, 1), 2, 1), info("b", "ib-a", (2, 3), 2, 2)]
-    same_node = [CommunicationGroup("tp", "local", (0, 1)), CommunicationGroup("tp", "rdma", (0, 1))]
-    assert peer_links(infos, same_node, "a") == []
+    assert peer_links(infos, [CommunicationGroup("tp", "rdma", (0, 1))], "a") == []
     dp_groups = [CommunicationGroup("dp", "rdma", (0, 2)), CommunicationGroup("dp", "rdma", (1, 3))]
     assert [link.receiver for link in peer_links(infos, dp_groups, "a")] == ["b"]
 

@@ -18,13 +18,11 @@ from holmes_hpc.training.network.peer_watch import PeerWatch, watch_next_nodes
 def watches(fabrics: str) -> list[PeerWatch]:
     """Return the watches of nodes n0, n1, … with an RDMA NIC each, in fabrics of one letter."""
     nodes = [
-        NodeTransports(
-            f"n{i}", fabric, {"local": ("lo", "127.0.0.1", 8), "tcp": ("lo", f"127.0.3.{i + 1}", 8)}, {}, False
-        )
+        NodeTransports(f"n{i}", fabric, {"tcp": ("lo", f"127.0.3.{i + 1}")}, {}, False)
         for i, fabric in enumerate(fabrics)
     ]
     for i, node in enumerate(nodes):
-        node.interfaces["rdma"] = ("lo", f"127.0.4.{i + 1}", 8)  # type: ignore[index]
+        node.interfaces["rdma"] = ("lo", f"127.0.4.{i + 1}")  # type: ignore[index]
     store = dist.HashStore()
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(lambda rank: watch_next_nodes(rank, nodes, store), range(len(nodes))))

@@ -109,13 +109,7 @@ def test_groups_use_the_interface_of_the_plans_transport(
         PlanOptions(tp=1, pp=2, dp=8, nodes={"ib-a": 2}),
         Costs(),
     )
-    node = NodeTransports(
-        "n1",
-        "ib-a",
-        {"local": ("lo", "127.0.0.1", 8), "tcp": ("eth0", "10.1.0.1", 24), "rdma": ("ib0", "10.2.0.1", 24)},
-        {},
-        False,
-    )
+    node = NodeTransports("n1", "ib-a", {"tcp": ("eth0", "10.1.0.1"), "rdma": ("ib0", "10.2.0.1")}, {}, False)
     options: list[dict[str, str]] = []
     monkeypatch.setattr(dist, "new_group", lambda ranks, **kw: options.append(kw["pg_options"]))
     groups = Groups(plan, node, 0, cuda, 10.0, 10.0)

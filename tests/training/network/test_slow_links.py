@@ -110,8 +110,7 @@ def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
         options = PlanOptions(strategy="hierarchical-dp", tp=1, pp=1, dp=4, nodes={"ib-a": 2, "roce-a": 2})
         plan = fixed_plan(plans.MODEL, Batch(8, 1, 32), site, options, Costs())
         nodes = [
-            NodeTransports(f"n{i}", p.pool, {"tcp": ("eth0", "10.0.0.1", 24)}, {}, False)
-            for i, p in enumerate(plan.places)
+            NodeTransports(f"n{i}", p.pool, {"tcp": ("eth0", "10.0.0.1")}, {}, False) for i, p in enumerate(plan.places)
         ]
         return max(slow_link_detector(plan, nodes, {}, planned_bytes(plan, "fp32")).expected_s)
 
@@ -132,7 +131,7 @@ def test_the_link_check_uses_the_sites_rate_between_two_fabrics(
     plan = plans.plan("ib-a", "roce-a", site=site)
     infos = []
     for rank, fabric in enumerate(("ib-a", "ib-a", "roce-a", "roce-a")):
-        node = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}", 24)}, {}, False)
+        node = NodeTransports(f"n{rank}", fabric, {"tcp": ("eth0", f"10.0.0.{rank}")}, {}, False)
         infos.append(NodeInformation(node.node, fabric, (rank,), endpoints(plan, rank, node)))
     infos = [msgspec.json.decode(msgspec.json.encode(info), type=NodeInformation) for info in infos]
     crossing, inside = NodeLink("tcp", "n0", "n2", "edge"), NodeLink("tcp", "n0", "n1", "dp")

@@ -224,9 +224,9 @@ def nics(*names: str, **changes: Any) -> NodeNics:
 @pytest.mark.parametrize(
     ("rank", "names", "interfaces", "environment"),
     [
-        (0, ("eth0", "ib0", "mgmt0"), {"local": "lo", "tcp": "eth0", "rdma": "ib0"}, "=eth0"),
-        (2, ("mgmt0", "eth1", "roce0"), {"local": "lo", "tcp": "eth1", "rdma": "roce0"}, "=eth1"),
-        (4, ("eth0", "mgmt0"), {"local": "lo", "tcp": "eth0"}, "=eth0"),
+        (0, ("eth0", "ib0", "mgmt0"), {"tcp": "eth0", "rdma": "ib0"}, "=eth0"),
+        (2, ("mgmt0", "eth1", "roce0"), {"tcp": "eth1", "rdma": "roce0"}, "=eth1"),
+        (4, ("eth0", "mgmt0"), {"tcp": "eth0"}, "=eth0"),
     ],
 )
 def test_every_node_uses_its_own_interfaces(
