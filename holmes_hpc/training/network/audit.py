@@ -78,29 +78,25 @@ def audit_bytes(
             is_other_traffic = run_bytes > 0 and sent[kind] - run_bytes > extra / 2
             group = None if is_other_traffic else _misplaced_group(node, extra, missing, loads)
             if group is not None:
-                cause = f": probably group {group.label}, which belongs on {group.kind}"
+                level, cause = "error", f": probably group {group.label}, which belongs on {group.kind}"
                 hint = (
                     f"check that the {group.kind} NIC of {node} is up and has its address (holmes "
                     "probe), that routes lead over it (ip route), and that no NCCL_ or GLOO_ variable overrides it"
                 )
             else:
-                cause = (f", this run's own connections sent {run_bytes / 1e6:.1f} MB of it" if run_bytes else "") + (
-                    ", the rest is another job's, or a service's"
-                    if is_other_traffic
-                    else ", none of this run's groups sends less than planned"
-                    + ("" if run_bytes else ": probably another job's, or a service's")
-                )
+                level, cause = "warning", ", none of this run's groups sends less than planned"
+                if run_bytes:
+                    rest = ", the rest is another job's, or a service's" if is_other_traffic else cause
+                    cause = f", this run's own connections sent {run_bytes / 1e6:.1f} MB of it{rest}"
+                else:
+                    cause += ": probably another job's, or a service's"
                 hint = (
                     f"find the other senders on {node} (squeue -w {node}, ss -tnp); a separate NIC or "
                     "slurm.exclusive=true avoids them"
                 )
-            message = (
-                f"{kind} NIC {nics[kind]} sent {sent[kind] / 1e6:.1f} MB per step, the plan expects "
-                f"{planned.get(kind, 0.0) / 1e6:.1f} MB{cause}"
-            )
-            findings.append(
-                Finding("warning" if group is None else "error", f"node {node}", message, hint, node, nics[kind])
-            )
+            rates = f"{sent[kind] / 1e6:.1f} MB per step, the plan expects {planned.get(kind, 0.0) / 1e6:.1f} MB"
+            problem = f"{kind} NIC {nics[kind]} sent {rates}{cause}"
+            findings.append(Finding(level, f"node {node}", problem, hint, node, nics[kind]))
         hint = "see `holmes report`; the counters of this NIC may not count all its traffic"
         for kind, shortfall in missing.items() if not surplus else ():
             problem = f"{kind} NIC {nics[kind]} sent {shortfall / 1e6:.1f} MB per step less than the plan expects"
@@ -143,9 +139,8 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
             state = "gone"
         if state not in ("up", "unknown", "dormant") and not state.endswith(": ACTIVE"):
             fix = "check its cable and switch port" if state == "lowerlayerdown" else "bring it up again"
-            faults[name] = NetworkError(
-                f"NIC {name} went down ({state})", where=f"node {node}", hint=f"{fix}, then `holmes resume`"
-            )
+            problem, hint = f"NIC {name} went down ({state})", f"{fix}, then `holmes resume`"
+            faults[name] = NetworkError(problem, where=f"node {node}", hint=hint)
     return faults
 
 

@@ -128,12 +128,9 @@ def _container_notes(nics: NodeNics, nic: NicType, node: str) -> list[str]:
     Return no line otherwise. Raise SiteError if NCCL cannot open a port."""
     if nics.ports or not nic.verbs:
         return []
-    if not nics.verbs:
-        raise SiteError(
-            f"no {nic} device: there is neither /sys/class/infiniband nor /dev/infiniband/uverbs*",
-            where=f"node {node}",
-            hint="load the driver; start a container with /dev/infiniband in it",
-        )
+    problem = f"no {nic} device: there is neither /sys/class/infiniband nor /dev/infiniband/uverbs*"
+    hint = "load the driver; start a container with /dev/infiniband in it"
+    SiteError.refuse(f"node {node}", (not nics.verbs, problem, hint))
     hca_text = f" among {', '.join(nics.hcas)}" if nics.hcas else ""
     return [
         f"node {node}: no /sys/class/infiniband (a container), but /dev/infiniband: NCCL finds its {nic} ports"
@@ -252,18 +249,18 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -
     `job_nodes`: from Slurm, empty if unknown."""
     owners: dict[tuple[str, str], str] = {}
     for rank, node in enumerate(nodes):
-        where = f"rank {rank} on {node.node}"
-        if job_nodes and node.node not in job_nodes:
-            raise NetworkError("this node is not in the job", where=where, hint="start the ranks with srun in one job")
+        where, hint = f"rank {rank} on {node.node}", "start the ranks with srun in one job"
+        is_outside = job_nodes and node.node not in job_nodes
+        NetworkError.refuse(where, (is_outside, "this node is not in the job", hint))
+        hint = "give each node's NIC an address of its own (ip address)"
         for kind, (interface, address) in node.interfaces.items():
             owner = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
-            if owner != node.node or not _is_host_address(address):
-                problem = f"which is also {owner}'s" if owner != node.node else "which other nodes cannot reach"
-                raise NetworkError(
-                    f"{interface} has address {address!r}, {problem}",
-                    where=where,
-                    hint="give each node's NIC an address of its own (ip address)",
-                )
+            problem = f"{interface} has address {address!r}, which "
+            NetworkError.refuse(
+                where,
+                (owner != node.node, f"{problem}is also {owner}'s", hint),
+                (not _is_host_address(address), f"{problem}other nodes cannot reach", hint),
+            )
 
 
 def _is_host_address(address: str) -> bool:
@@ -299,8 +296,6 @@ def as_network_error(
         "unreachable": f"connect the networks of these ranks' nodes, or correct the address of {interface}",
         "": f"check that all these ranks run and reach each other over {interface} (cable, subnet, firewall)",
     }
-    return NetworkError(
-        f"set-up on {interface} failed: {text[:300]}",
-        where=f"{kind} group of ranks {abbreviated(ranks, ',')} ({transport}) on node {node}",
-        hint=next(hint for phrase, hint in hints.items() if phrase in text),
-    )
+    where = f"{kind} group of ranks {abbreviated(ranks, ',')} ({transport}) on node {node}"
+    hint = next(hint for phrase, hint in hints.items() if phrase in text)
+    return NetworkError(f"set-up on {interface} failed: {text[:300]}", where=where, hint=hint)

@@ -218,16 +218,13 @@ def check_devices(device: torch.device, rank: int, store: dist.Store, node_of_ra
     """Raise PlanError on every rank if two ranks have the same GPU, which NCCL reports without naming the ranks."""
     if device.type != "cuda":
         return
-    uuids = exchange(
-        store, "device", rank, range(len(node_of_rank)), str(torch.cuda.get_device_properties(device).uuid)
+    own_uuid = str(torch.cuda.get_device_properties(device).uuid)
+    uuids, owners = exchange(store, "device", rank, range(len(node_of_rank)), own_uuid), dict[tuple[str, str], int]()
+    hint = (
+        "start one task per GPU: set --ntasks-per-node and --gpus-per-node to the same number (--gpus-per-task hides"
+        " the GPUs of other tasks, which may disable NVLink)"
     )
-    owners: dict[tuple[str, str], int] = {}
     for peer, (node, uuid) in enumerate(zip(node_of_rank, uuids, strict=True)):
         owner = owners.setdefault((node.node, uuid), peer)
-        if owner != peer:
-            raise PlanError(
-                f"ranks {owner} and {peer} have the same GPU",
-                where=f"node {node.node}",
-                hint="start one task per GPU: set --ntasks-per-node and --gpus-per-node to the same number "
-                "(--gpus-per-task hides the GPUs of other tasks, which may disable NVLink)",
-            )
+        problem = f"ranks {owner} and {peer} have the same GPU"
+        PlanError.refuse(f"node {node.node}", (owner != peer, problem, hint))

@@ -63,19 +63,19 @@ def published_path(run_dir: Path, launch: Launch) -> Path:
 def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.TCPStore:
     """Start the store on this node's `address` and publish it. Called by rank 0.
     Raise NetworkError if the address cannot be used."""
-    where, secret = f"rendezvous on {launch.node}", authentication.new_secret()
+    secret = authentication.new_secret()
     try:
         listener, server, proxy = _start_servers(address, secret)
         store = _tcp_store(
             proxy.address, listener.port, launch, timeout_s, is_master=True, listen_fd=os.dup(listener.socket.fileno())
         )
     except (OSError, RuntimeError) as e:
-        raise NetworkError(
-            f"cannot serve on {address}: {_reason(e)}",
-            where=where,
-            hint="give the node's Ethernet interface an address that the other nodes reach; the kernel "
-            "must be Linux, with socket filters or TCP-MD5 signatures",
-        ) from e
+        hint = (
+            "give the node's Ethernet interface an address that the other nodes reach; the kernel must be Linux, with "
+            "socket filters or TCP-MD5 signatures"
+        )
+        where = f"rendezvous on {launch.node}"
+        raise NetworkError(f"cannot serve on {address}: {_reason(e)}", where=where, hint=hint) from e
     _open_servers.extend((listener, server, proxy))
     for old in run_dir.glob("rendezvous-*.json"):  # left by killed attempts; only one runs at a time
         with contextlib.suppress(OSError):
@@ -158,9 +158,8 @@ def join_store(
             on_attempt(published.attempt)
             if published.error:
                 error_type = HolmesError if published.exit_code == 2 else NetworkError
-                raise error_type(
-                    f"Connection refused: rank 0 failed: {published.error}", where=f"rendezvous on {launch.node}"
-                )
+                problem = f"Connection refused: rank 0 failed: {published.error}"
+                raise error_type(problem, where=f"rendezvous on {launch.node}")
             if not problem:  # the first attempt to connect
                 deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
             try:
@@ -173,20 +172,16 @@ def join_store(
             except (OSError, RuntimeError, ValueError) as e:  # not started yet, or gone: rank 0 may replace the file
                 problem = _reason(e)
         time.sleep(POLL_S)
-    where = f"rank {launch.rank} on {launch.node}"
     if published is None:
-        raise NetworkError(
-            f"rank 0 did not publish {path} within {timeout_s:.0f} s",
-            where=where,
-            hint="look at the log of rank 0; the run directory must be on a file system that all nodes share",
-        )
-    over_interface = f" over {interface}" if interface else ""
-    raise NetworkError(
-        f"rank 0's store at {published.address}:{published.port} on {published.host} cannot be reached{over_interface} "
-        f"within {min(CONNECT_TIMEOUT_S, timeout_s):.0f} s ({problem})",
-        where=where,
-        hint="check the Ethernet interfaces of both nodes, their subnet and firewalls between them",
-    )
+        what = f"rank 0 did not publish {path} within {timeout_s:.0f} s"
+        hint = "look at the log of rank 0; the run directory must be on a file system that all nodes share"
+    else:
+        store = f"rank 0's store at {published.address}:{published.port} on {published.host}"
+        over_interface = f" over {interface}" if interface else ""
+        limit_s = min(CONNECT_TIMEOUT_S, timeout_s)
+        what = f"{store} cannot be reached{over_interface} within {limit_s:.0f} s ({problem})"
+        hint = "check the Ethernet interfaces of both nodes, their subnet and firewalls between them"
+    raise NetworkError(what, where=f"rank {launch.rank} on {launch.node}", hint=hint)
 
 
 def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
@@ -207,11 +202,9 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
         listen_fd = None if listener is None else listener.detach()
         return _tcp_store(launch.address, launch.port, launch, timeout_s, is_master=hosts_store, listen_fd=listen_fd)
     except (OSError, RuntimeError) as e:
-        raise NetworkError(
-            f"cannot {'listen on' if hosts_store else 'reach'} {launch.address}:{launch.port}: {_reason(e)}",
-            where=f"rank {launch.rank} on {launch.node}",
-            hint="check MASTER_ADDR and MASTER_PORT, and that rank 0 runs",
-        ) from e
+        problem = f"cannot {'listen on' if hosts_store else 'reach'} {launch.address}:{launch.port}: {_reason(e)}"
+        hint = "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
+        raise NetworkError(problem, where=f"rank {launch.rank} on {launch.node}", hint=hint) from e
 
 
 def exchange(
@@ -241,11 +234,9 @@ def exchange(
     except (RuntimeError, TimeoutError) as e:
         missing = compress(str(m) for m in members if not store.check([f"{name}/{m}"]))
         problem = f"{kind} {missing} did not join" if missing else "the store did not answer"
-        raise NetworkError(
-            problem + ("" if timeout_s is None else f" within {timeout_s:g} s"),
-            where=where,
-            hint="look at their logs; they started late, died, or cannot reach rank 0",
-        ) from e
+        problem += "" if timeout_s is None else f" within {timeout_s:g} s"
+        hint = "look at their logs; they started late, died, or cannot reach rank 0"
+        raise NetworkError(problem, where=where, hint=hint) from e
     values = json.loads(zlib.decompress(b64decode(store.get(f"{name}/all"))))
     if isinstance(values, dict):
         raise NetworkError(**values)
