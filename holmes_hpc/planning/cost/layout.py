@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial, wraps
+from functools import cache, cached_property, lru_cache, partial, wraps
 from operator import attrgetter
 from typing import TypeVar
 
@@ -256,21 +256,18 @@ class Layout:
     def edges(self) -> tuple[tuple[Transport, ...], ...]:
         """The transport of the stage transfer from each stage to the next, per kind of pipeline replica.
         The last stage's leads back to the first. The transport is local if the transfer never leaves a node."""
-        transports: dict[tuple[str, str, bool], Transport] = {}
-        edges = []
-        for replica, stages in enumerate(self.replicas):
-            ends = [(a.pool, b.pool) for a, b in zip(stages, (*stages[1:], stages[0]), strict=True)]
-            keys = [(*end, self._is_local(replica, s)) for s, end in enumerate(ends)]
-            for source, target, is_local in keys:
-                if (source, target, is_local) not in transports:
-                    transports[source, target, is_local] = self.transport_rule.of({source, target}, is_local)
-            edges.append(tuple(transports[key] for key in keys))
-        return tuple(edges)
+        transport = cache(lambda source, target, is_local: self.transport_rule.of({source, target}, is_local))
+        return tuple(
+            tuple(
+                transport(source.pool, target.pool, self._is_local(stage, source, target))
+                for stage, (source, target) in enumerate(zip(stages, (*stages[1:], stages[0]), strict=True))
+            )
+            for stages in self.replicas
+        )
 
-    def _is_local(self, replica: int, stage: int) -> bool:
-        """Return whether the stage transfer from `stage` to the next never leaves a node."""
-        p, stages = self.parallel, self.replicas[replica]
-        source, target = stages[stage], stages[(stage + 1) % p.pp]
+    def _is_local(self, stage: int, source: Component, target: Component) -> bool:
+        """Return whether the transfer from `stage`, on `source`, to the next stage, on `target`, stays in a node."""
+        p = self.parallel
         if self.is_hierarchical:
             per_node = source.gpus_per_node // p.tp
             # If a node holds whole pipelines, even the edge back to the first stage stays inside it.

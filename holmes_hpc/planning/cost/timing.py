@@ -201,8 +201,11 @@ def compute_times(layout: Layout) -> tuple[ComputeTimes, ...]:
 @memoised("parallel.virtual_stages")
 def _shared_nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
     """Return, for each replica and stage, whether transfers up and down leave through one NIC."""
-    stages = range(layout.parallel.pp)
-    return tuple(tuple(_shares_nic(layout, replica, s) for s in stages) for replica in range(len(layout.replicas)))
+    pp, is_ring = layout.parallel.pp, layout.parallel.virtual_stages > 1
+    return tuple(
+        tuple((is_ring or 0 < s < pp - 1) and edges[s - 1] == edges[s] and edges[s].kind != "local" for s in range(pp))
+        for edges in layout.edges
+    )
 
 
 def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
@@ -348,14 +351,6 @@ def _nic_contention(layout: Layout, network: ReplicaTimes, ready: np.ndarray, fo
     delay = np.minimum(ready[:, 1:] * used_share / np.maximum(used_share, 1 - used_share), window * down)
     extra[:, 1:] = np.where(network.shares_nic[1:], delay, 0)
     return extra
-
-
-def _shares_nic(layout: Layout, replica: int, stage: int) -> bool:
-    """Return whether the transfers of `stage` up and down leave through the same NIC."""
-    p = layout.parallel
-    down, up = layout.edges[replica][stage], layout.edges[replica][(stage - 1) % p.pp]
-    has_both = 0 < stage < p.pp - 1 or p.virtual_stages > 1
-    return has_both and down == up and down.kind != "local"
 
 
 def _pass_times(
