@@ -259,11 +259,8 @@ class Plan:
         return places(self.components)
 
     def component_of(self, rank: int) -> int:
-        for index, c in enumerate(self.components):
-            if rank < c.ranks:
-                return index
-            rank -= c.ranks
-        raise PlanError(f"rank {rank} is beyond the plan's {self.world_size}", where="plan", hint="use the plan's size")
+        """Return the index of the component with `rank`; no two components share a pool."""
+        return [c.pool for c in self.components].index(self.places[rank].pool)
 
     @cached_property
     def transport_rule(self) -> TransportRule:
