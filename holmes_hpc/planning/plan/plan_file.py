@@ -100,16 +100,8 @@ def to_yaml(plan: Any) -> str:
         k: values[k] if names == _ENTIRE_VALUE else _pick(values[k], names, True) for k, names in names_of.items()
     }
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return str(
-        yaml.dump(
-            {**data, "derived": derived},
-            Dumper=dumper,
-            sort_keys=False,
-            default_flow_style=None,
-            width=110,
-            allow_unicode=True,
-        )
-    )
+    style: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
+    return str(yaml.dump({**data, "derived": derived}, Dumper=dumper, **style))
 
 
 def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
@@ -159,10 +151,8 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
     Derived keys must equal their computed values. Keys that an older version lacks get their defaults."""
     if not isinstance(data, Mapping):
         raise PlanError("not a plan", where=where, hint="make it with `holmes plan -o plan.yaml`")
-    if "fabrics" in data and "stages" not in data:
-        raise PlanError(
-            "a site file, not a plan", where=where, hint=f"plan with it first: `holmes plan --site {where}`"
-        )
+    is_site, hint = "fabrics" in data and "stages" not in data, f"plan with it first: `holmes plan --site {where}`"
+    PlanError.refuse(where, (is_site, "a site file, not a plan", hint))
     try:
         version = data.get("version", UNIFORM)
         problem = f"plan version {version}, this release reads {UNIFORM} to {VERSION}"
@@ -229,10 +219,8 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
         equal_stages = (StageParallel(uniform.tp, uniform.dp * uniform.cp),) * uniform.pp
         return make(Parallel, {**settings, "stages": equal_stages}, "parallel", PlanError)
     weights = make(_Routing, flat.get("routing") or {}, "routing", PlanError).weights or ((),) * len(stages)
-    if len(weights) != len(stages):
-        raise PlanError(
-            f"weights for {len(weights)} of {len(stages)} stages", where="routing", hint="give a list per stage"
-        )
+    problem = f"weights for {len(weights)} of {len(stages)} stages"
+    PlanError.refuse("routing", (len(weights) != len(stages), problem, "give a list per stage"))
     stage_parallels = tuple(
         make(StageParallel, {**_pick(stage, _SIZES, True), "weights": weights[s]}, f"stages[{s}]", PlanError)
         for s, stage in enumerate(stages)
