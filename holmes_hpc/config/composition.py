@@ -148,12 +148,8 @@ def explained(error: Exception) -> ConfigError:
         return ConfigError(f"{values[1]} has several values", where=where, hint=f"{hint} (docs/howto.md)")
     if missing := re.search(r"Could not find '(\w+)/([^']+)'", str(error)):
         listing = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
-        available = filter(None, map(str.strip, listing))
-        return ConfigError(
-            f"no {missing[1]} {missing[2]!r}",
-            where=where,
-            hint=unsupported_hint(missing[2]) or nearest(missing[2], available),
-        )
+        hint = unsupported_hint(missing[2]) or nearest(missing[2], filter(None, map(str.strip, listing)))
+        return ConfigError(f"no {missing[1]} {missing[2]!r}", where=where, hint=hint)
     bare = re.match(r"Error parsing override '([^'=]+)'", first)
     if bare and Path(bare[1]).is_file():
         kind, option = _kind_of_file(bare[1])

@@ -60,9 +60,8 @@ def unknown_key(unknown: str) -> ConfigError:
         hint = "write +labels.NAME=VALUE, with a plus sign"
     elif hint is None and (meant := meant_keys(unknown)):
         hint = did_you_mean(meant)
-    return ConfigError(
-        f"unknown key {unknown!r}", where="overrides", hint=hint or "docs/configuration.md lists all keys"
-    )
+    default = "docs/configuration.md lists all keys"
+    return ConfigError(f"unknown key {unknown!r}", where="overrides", hint=hint or default)
 
 
 def meant_keys(unknown: str) -> list[str]:

@@ -327,13 +327,10 @@ def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: b
     rows = rendezvous.exchange(store, "node", launch.rank, range(launch.world_size), {"node": node, "device": device})
     nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
     devices = [f"{row['device']} (node {node.node})" for row, node in zip(rows, nodes, strict=True)]
-    mismatch = next((rank for rank, row in enumerate(rows) if row["device"] != rows[0]["device"]), None)
-    if mismatch is not None:
-        raise ConfigError(
-            f"rank 0 has {devices[0]}, rank {mismatch} has {devices[mismatch]}",
-            where="train.device",
-            hint="see `nvidia-smi` on both nodes, or use train.device=cpu",
-        )
+    hint = "see `nvidia-smi` on both nodes, or use train.device=cpu"
+    for rank, row in enumerate(rows):
+        problem = f"rank 0 has {devices[0]}, rank {rank} has {devices[rank]}"
+        ConfigError.refuse("train.device", (row["device"] != rows[0]["device"], problem, hint))
     return nodes
 
 

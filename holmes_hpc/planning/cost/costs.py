@@ -161,12 +161,9 @@ class Costs:
             return self._correct(self._times(shape, gpu, nic_gbps)[0], gpu)
         tokens, sequence = shape.tokens, batch.context
         flops, software = layer_flops(model, tokens, sequence), self.software_on(gpu)
-        if "norms" in software.recompute_parts and recompute == "selective":
-            raise ConfigError(
-                "recomputing norms is not supported: their time is unknown for measured layers and on CPUs",
-                where="software.recompute_parts",
-                hint="remove norms",
-            )
+        recomputes_norms = "norms" in software.recompute_parts and recompute == "selective"
+        problem = "recomputing norms is not supported: their time is unknown for measured layers and on CPUs"
+        ConfigError.refuse("software.recompute_parts", (recomputes_norms, problem, "remove norms"))
         if measured is not None:
             forward, backward = measured
             scores_s = forward * layer_score_flops(model, tokens, sequence) / flops

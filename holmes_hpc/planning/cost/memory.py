@@ -320,8 +320,6 @@ def check_memory(layout: Layout, layers: np.ndarray) -> None:
     missing = shortage(layout, layers)
     if not missing.fits:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
-        raise PlanError(
-            f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides",
-            where="memory",
-            hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB",
-        )
+        problem = f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides"
+        hint = f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB"
+        raise PlanError(problem, where="memory", hint=hint)

@@ -131,11 +131,8 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     def _any_stage(self) -> StageParallel:
         if not self.is_even:
-            raise PlanError(
-                "the plan has per-stage TP/DP, but only uniform layouts are supported here",
-                where="plan",
-                hint="use a plan with the same tp and dp in every stage",
-            )
+            problem = "the plan has per-stage TP/DP, but only uniform layouts are supported here"
+            raise PlanError(problem, where="plan", hint="use a plan with the same tp and dp in every stage")
         return self.stages[0]
 
     @property

@@ -352,11 +352,8 @@ def _build(order: Order, shared: tuple[bool, ...]) -> Graph:
         arcs = [(waiting, dependency), *_collective_arcs(numbers, before_first)]
         if (sorted_graph := _sort_into_levels(numbers.count, arcs, numbers.columns(exists))) is not None:
             return sorted_graph
-    raise PlanError(
-        f"with in_flight {list(order.in_flight)} the stages would wait for each other forever",
-        where="schedule",
-        hint="raise in_flight: hold more passes in flight",
-    )
+    problem = f"with in_flight {list(order.in_flight)} the stages would wait for each other forever"
+    raise PlanError(problem, where="schedule", hint="raise in_flight: hold more passes in flight")
 
 
 _small_graph, _large_graph = lru_cache(maxsize=2048)(_build), lru_cache(maxsize=128)(_build)

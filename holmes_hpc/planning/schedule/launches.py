@@ -225,17 +225,13 @@ class _Step:
         for row in range(len(self.rows)):
             if (launch := self.next(row)) is not None:
                 blocked_pass = launch if isinstance(launch, Pass) else launch.transfer.source_pass
-                raise PlanError(
-                    f"with in_flight {list(order.in_flight)} stage {order.stage_of(row)} would wait forever for"
-                    f" micro-batch {blocked_pass.micro_batch}",
-                    where="plan.schedule",
-                    hint="raise in_flight, to hold more passes in flight: "
-                    + (
-                        "replicas of a stage wait for each other"
-                        if order.routes
-                        else "virtual stages need several for each chunk"
-                    ),
-                )
+                in_flight, micro_batch = list(order.in_flight), blocked_pass.micro_batch
+                stage = f"stage {order.stage_of(row)}"
+                problem = f"with in_flight {in_flight} {stage} would wait forever for micro-batch {micro_batch}"
+                virtual = "virtual stages need several for each chunk"
+                reason = "replicas of a stage wait for each other" if order.routes else virtual
+                hint = f"raise in_flight, to hold more passes in flight: {reason}"
+                raise PlanError(problem, where="plan.schedule", hint=hint)
 
 
 def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:

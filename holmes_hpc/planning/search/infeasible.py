@@ -33,13 +33,13 @@ def raise_indivisible(problem: Problem) -> NoReturn:
     sizes |= {"EP": options.ep if model.experts.count else None, "strategy": options.strategy}
     fixed_options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value not in (None, "auto"))
     nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)
-    raise PlanError(
+    message = (
         f"no placement of {counted(model.layers, 'layer')} and {counted(micro_batches, 'micro-batch')} on"
-        f" {nodes} nodes{fixed_options and ', with ' + fixed_options + ','} has the same TP and DP in all stages",
-        where="plan",
-        hint=f"change nodes, gpus_per_node, tp, pp, dp or the batch, so that TP x DP{' x CP' * is_shared} GPUs per"
-        " stage fill whole nodes",
+        f" {nodes} nodes{fixed_options and ', with ' + fixed_options + ','} has the same TP and DP in all stages"
     )
+    gpus = f"TP x DP{' x CP' * is_shared} GPUs per stage"
+    hint = f"change nodes, gpus_per_node, tp, pp, dp or the batch, so that {gpus} fill whole nodes"
+    raise PlanError(message, where="plan", hint=hint)
 
 
 def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) -> Iterator[Case]:
@@ -83,12 +83,11 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             for name in ("layers_per_stage", "virtual_stages", "partition", "schedule")
             if (value := getattr(o, name)) not in (None, "exact", "auto")
         ]
-        raise PlanError(
-            f"no placement can have {' and '.join(causes) or 'these options'}",
-            where="plan",
-            hint="change one: each virtual stage but the first and the last needs a layer, and with virtual stages the"
-            " number of micro-batches must be a multiple of PP",
+        hint = (
+            "change one: each virtual stage but the first and the last needs a layer, and with virtual stages the"
+            " number of micro-batches must be a multiple of PP"
         )
+        raise PlanError(f"no placement can have {' and '.join(causes) or 'these options'}", where="plan", hint=hint)
     message = f"{model.name} does not fit: at best ({_sizes(least)}, recompute {_recompute(o)}) {least} than available"
     where, hint = "memory", ""
     for names in _option_sets(o):

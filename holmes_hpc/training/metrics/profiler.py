@@ -48,12 +48,9 @@ class Profiler:
     """
 
     def __init__(self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None) -> None:
-        if window is not None and max(window.ranks, default=0) >= world_size:
-            raise ConfigError(
-                f"rank {max(window.ranks)} does not exist",
-                where="train.profile.ranks",
-                hint=f"use 0 to {world_size - 1}",
-            )
+        last_rank, hint = max(window.ranks, default=0) if window else 0, f"use 0 to {world_size - 1}"
+        problem = f"rank {last_rank} does not exist"
+        ConfigError.refuse("train.profile.ranks", (last_rank >= world_size, problem, hint))
         self._window, self._group, self._is_profiled = window, group, window is not None and rank in window.ranks
         self._path = folder / f"profile-rank-{rank}.json.gz"
         self._profile: profile | None = None

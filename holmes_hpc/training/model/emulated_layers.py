@@ -146,11 +146,8 @@ def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank
     for name in sorted(factors, key=lambda name: name not in pools):
         expanded_names = {name} if name in pools else set(expand(name))
         if name not in pools and (unknown := sorted(expanded_names - nodes)):
-            raise ConfigError(
-                f"no pool or node {unknown[0]!r}",
-                where="train.pace_factors",
-                hint=nearest(unknown[0], {*pools} | nodes),
-            )
+            hint = nearest(unknown[0], {*pools} | nodes)
+            raise ConfigError(f"no pool or node {unknown[0]!r}", where="train.pace_factors", hint=hint)
         rank_factor = factors[name] if expanded_names & set(places[rank]) else rank_factor
     return rank_factor
 

@@ -112,12 +112,9 @@ def build(
     `tied_group`: from :class:`Groups`, for per-stage TP/DP.
     """
     ddp = models[0].ddp_config
-    if train.optimizer == "muon" and plan.parallel.distributed_optimizer:
-        raise ConfigError(
-            "the plan shards the optimizer, which Megatron-Core's Muon does not support",
-            where="train.optimizer",
-            hint="plan with plan.distributed_optimizer=false",
-        )
+    is_sharded_muon = train.optimizer == "muon" and plan.parallel.distributed_optimizer
+    problem = "the plan shards the optimizer, which Megatron-Core's Muon does not support"
+    ConfigError.refuse("train.optimizer", (is_sharded_muon, problem, "plan with plan.distributed_optimizer=false"))
     # Muon orthogonalizes full matrices. On each TP part by itself, it would be a different optimizer. Its products are
     # computed in the type of the weights; Megatron-Core's default is bf16.
     muon: dict[str, Any] = {}

@@ -75,13 +75,9 @@ def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.Proces
     rows = [torch.empty_like(row) for _ in ranks]
     dist.all_gather(rows, row, group=group)
     checksums_by_rank = dict(zip(ranks, (r.tolist() for r in rows), strict=True))
+    hint = "resume from another checkpoint; if the run just started, report it with the kinds of GPUs"
     for difference in replica_differences(checksums_by_rank, list(checksums)):
-        raise RunFailed(
-            difference,
-            where="weights",
-            hint="replicas must be equal: resume from another checkpoint; "
-            "if the run just started, report it with the kinds of GPUs",
-        )
+        raise RunFailed(difference, where="weights", hint=f"replicas must be equal: {hint}")
 
 
 def replica_differences(checksums_by_rank: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:

@@ -63,11 +63,9 @@ class LinkServer(contextlib.ExitStack):
                 listener.listen(1024)
             except OSError as e:
                 self.close()
-                raise NetworkError(
-                    f"cannot listen on {nic.text}: {e.strerror}",
-                    where=f"node {node}",
-                    hint=f"check that {nic.interface} is up and has that address",
-                ) from e
+                problem = f"cannot listen on {nic.text}: {e.strerror}"
+                hint = f"check that {nic.interface} is up and has that address"
+                raise NetworkError(problem, where=f"node {node}", hint=hint) from e
             self.ports[kind] = listener.getsockname()[1]
             threading.Thread(target=self._accept, args=(listener,), daemon=True, name="link-server").start()
 

@@ -198,9 +198,8 @@ def _network_errors(edge: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as e:  # DistBackendError is one
-        raise NetworkError(
-            str(e).partition(". This is")[0], where=f"edge {edge}", hint="see the log of the rank at its other end"
-        ) from e
+        problem, hint = str(e).partition(". This is")[0], "see the log of the rank at its other end"
+        raise NetworkError(problem, where=f"edge {edge}", hint=hint) from e
 
 
 def wait_all(works: Iterable[Any]) -> None:
