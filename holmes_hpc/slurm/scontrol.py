@@ -7,9 +7,13 @@ from functools import cached_property
 from holmes_hpc.errors import SiteError
 from holmes_hpc.slurm.commands import output, slurm
 from holmes_hpc.slurm.hostlist import expand
-from holmes_hpc.slurm.node_states import is_usable, parse_states
 
 _KEY = re.compile(r"(?:^|(?<=\s))([A-Z][A-Za-z0-9_/:()]*)=")
+# States in which Slurm starts no jobs on a node.
+_UNUSABLE = re.compile(
+    "DOWN|DRAIN(ED|ING)?|FAIL(ING)?|NOT_RESPONDING|NO_RESPOND|UNKNOWN|ERROR|(DYNAMIC_)?FUTURE|MAINT(ENANCE)?|POWERING_DOWN"
+    "|BLOCKED|INVAL(ID_REG)?|REBOOT_(ISSUED|REQUESTED)"
+)
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Node:
     @property
     def usable(self) -> bool:
         """True if the node takes jobs: at once, after its present job, or after it is powered up again."""
-        return is_usable(self.states)
+        return not any(map(_UNUSABLE.fullmatch, self.states))
 
     @property
     def reserved(self) -> bool:
@@ -164,6 +168,13 @@ def _require_record(line: str, key: str, entity: str) -> dict[str, str]:
         hint = "report this line with the output of `scontrol --version`"
         raise SiteError(f"{line[:60]!r} is not a {entity}", where=f"scontrol show {entity}", hint=hint)
     return record
+
+
+def parse_states(text: str) -> tuple[str, ...]:
+    """Parse ``IDLE*+DRAIN``; the mark * becomes the state NOT_RESPONDING."""
+    matches = [re.fullmatch(r"(.*?)([*~#!%$@^-]*)", part, re.DOTALL) for part in text.split("+")]
+    states = [s for match in matches if match for s in (match[1].upper(), "NOT_RESPONDING" if "*" in match[2] else "")]
+    return tuple(dict.fromkeys(s for s in states if s))
 
 
 def parse_gres(text: str) -> tuple[Gres, ...]:

@@ -3,8 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from slurm_text import node, node_line, partition_line
 
-from holmes_hpc.slurm.node_states import parse_states
-from holmes_hpc.slurm.scontrol import Gres, minutes, parse_config, parse_gres, parse_node, parse_partition, parse_record
+from holmes_hpc.slurm.scontrol import (
+    Gres,
+    minutes,
+    parse_config,
+    parse_gres,
+    parse_node,
+    parse_partition,
+    parse_record,
+    parse_states,
+)
 
 
 def test_a_node_is_read_whole_in_both_releases() -> None:
