@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from holmes_hpc.errors import SiteError, SubmissionError, nearest
 from holmes_hpc.slurm.accounting import Qos, read_job_limits, read_qos
@@ -26,6 +26,7 @@ from holmes_hpc.submission.executor.component import ComponentRequest
 CACHE_S = 300  # age up to which answers of Slurm are reused
 TIME_LIMIT_HINT = "request less time, or name a QOS that allows more"
 MAX_SUBSETS = 4096  # of components, above which check_fit checks nothing
+T = TypeVar("T")
 _cache: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
 # Conditions of a component without which it may be feasible, in the order in which they are left out.
@@ -46,7 +47,7 @@ def try_component(request: ComponentRequest, *, timeout_min: object = None) -> A
     """Return the answer of ``sbatch --test-only`` for a job with this component alone. It is cached for CACHE_S.
     `timeout_min`: its time limit, in minutes or in Slurm's format. Raise SubmissionError if Slurm does not answer."""
     arguments = [*request.arguments(), *([] if timeout_min is None else [f"--time={timeout_min}"])]
-    return cast(Answer, _cached(tuple(arguments), lambda: _test_job(arguments)))
+    return _cached(tuple(arguments), lambda: _test_job(arguments))
 
 
 def _test_job(arguments: Sequence[str]) -> Answer:
@@ -70,15 +71,16 @@ def check_each(requests: Sequence[ComponentRequest], *, timeout_min: object = No
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
     """Raise SubmissionError if Slurm cannot or would never start one of the components, or all of them together."""
     check_each(requests, timeout_min=timeout_min)
+    partitions = _site_fact(read_partitions) or []
     for index, request in enumerate(requests):
-        if error := time_limit_error(request, timeout_min, _partitions()):
+        if error := time_limit_error(request, timeout_min, partitions):
             raise SubmissionError(error, where=describe(index, request), hint=TIME_LIMIT_HINT)
     if len(requests) > 1:
-        check_fit(requests, _nodes())
-        config = _config()
+        check_fit(requests, _site_fact(read_nodes) or [])
+        config = _site_fact(read_config)
         if config is not None and config.limits_enforced:
-            qos = _site_fact("qos", read_qos) or Qos({})
-            if error := qos_error(requests, _partitions(), qos):
+            qos = _site_fact(read_qos) or Qos({})
+            if error := qos_error(requests, partitions, qos):
                 raise SubmissionError(error, where="job", hint="use another QOS, or fewer components")
 
 
@@ -87,7 +89,8 @@ def preflight(requests: Sequence[ComponentRequest], *, timeout_min: object = Non
     Log the warnings of :func:`find_warnings`, each once in this process."""
     check_components(requests, timeout_min=timeout_min)
     if len(requests) > 1:
-        for line in find_warnings(requests, _nodes(), _config(), _site_fact("job limits", read_job_limits) or {}):
+        nodes, limits = _site_fact(read_nodes) or [], _site_fact(read_job_limits) or {}
+        for line in find_warnings(requests, nodes, _site_fact(read_config), limits):
             _warn(line)
 
 
@@ -108,21 +111,9 @@ def _cached(key: object, read: Callable[[], Any], *silenced: type[Exception]) ->
     return value
 
 
-def _site_fact(name: str, read: Callable[[], Any]) -> Any:
-    """Return a cached fact about the site; None if Slurm does not report it."""
-    return _cached(name, read, SiteError, SubmissionError)
-
-
-def _config() -> Config | None:
-    return cast(Config | None, _site_fact("config", read_config))
-
-
-def _nodes() -> list[Node]:
-    return _site_fact("nodes", read_nodes) or []
-
-
-def _partitions() -> list[Partition]:
-    return _site_fact("partitions", read_partitions) or []
+def _site_fact(read: Callable[[], T]) -> T | None:
+    """Return the fact about the site that `read` returns, cached; None if Slurm does not report it."""
+    return _cached(read, read, SiteError, SubmissionError)
 
 
 def clear_cache() -> None:
@@ -154,7 +145,7 @@ def feasible_change(request: ComponentRequest, *, timeout_min: object = None) ->
     if low:
         return f"at most {low} node{'s' * (low > 1)} can be allocated like this"
     one_node = replace(request, nodes=1)
-    partitions = [p.name for p in _partitions()]
+    partitions = [p.name for p in _site_fact(read_partitions) or []]
     if request.partition and partitions and not set(request.partition.split(",")) <= set(partitions):
         return f"no such partition: {nearest(request.partition, partitions)}"
     for key in _CONDITIONS:
@@ -234,7 +225,7 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
 def shortages(requests: Sequence[ComponentRequest]) -> list[str]:
     """Return a line for each component for which this Slurm has too few nodes, and one if they have too few together.
     Return none without Slurm."""
-    nodes = _nodes()
+    nodes = _site_fact(read_nodes) or []
     lines = []
     for index, request in enumerate(requests if nodes else ()):
         if (count := len(eligible_nodes(request, nodes))) < request.nodes:
