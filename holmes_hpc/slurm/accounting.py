@@ -20,10 +20,6 @@ class Qos:
     limits: dict[str, dict[str, int]]
     default: str = ""
 
-    def lowest_limit(self, name: str) -> tuple[str, int] | None:
-        """Return (name, number) of the lowest limit of QOS `name`; None if it has no limit."""
-        return min(self.limits.get(name, {}).items(), key=lambda pair: pair[1], default=None)
-
 
 @dataclass(frozen=True)
 class Association:

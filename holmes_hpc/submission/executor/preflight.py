@@ -174,9 +174,9 @@ def qos_error(requests: Sequence[ComponentRequest], partitions: Iterable[Partiti
         names = {request.qos or qos.default, *(partition_qos.get(n, "") for n in (request.partition or "").split(","))}
         count.update(names - {""})
     for name, components in count.items():
-        limit = qos.lowest_limit(name)
-        if limit is not None and limit[1] < components:
-            problem = f"{limit[0]} of QOS {name} is {limit[1]}, and each of {components} components counts as a job"
+        key, limit = min(qos.limits.get(name, {}).items(), key=lambda pair: pair[1], default=("", math.inf))
+        if limit < components:
+            problem = f"{key} of QOS {name} is {limit}, and each of {components} components counts as a job"
             return f"the job would never start: {problem}"
     return None
 
