@@ -4,7 +4,8 @@ pyarrow reads metrics.jsonl, or the slower reader of `records` if a line is brok
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,15 @@ class Steps:
     earlier: int
     broken: int = 0
     missing: tuple[str, ...] = ()
-    means: Floats = field(init=False)  # of the breakdown over stages, [parts, steps]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "means", mean_over_stages(self.breakdown))
 
     def __len__(self) -> int:
         return len(self.step)
+
+    @cached_property
+    def means(self) -> Floats:
+        """The mean of the breakdown over stages, [parts, steps]. NaN does not count."""
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.nansum(self.breakdown, axis=1) / (~np.isnan(self.breakdown)).sum(axis=1))
 
     @property
     def warmup(self) -> int:
@@ -80,12 +83,6 @@ class Steps:
         for direction, values in (("tx", self.tx), ("rx", self.rx)):
             arrays |= {f"{direction}_bytes_{name}": pa.array(values[name]) for name in sorted(values)}
         return pa.table(arrays)
-
-
-def mean_over_stages(breakdown: Floats) -> Floats:
-    """Return the mean over stages of an array [parts, stages, steps] as an array [parts, steps]. NaN does not count."""
-    with np.errstate(invalid="ignore"):
-        return np.asarray(np.nansum(breakdown, axis=1) / (~np.isnan(breakdown)).sum(axis=1))
 
 
 def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
@@ -121,9 +118,10 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
     if lines["step"].null_count or (np.diff(step) <= 0).any() or (np.diff(attempt) < 0).any():
         raise _UnusualLines
     scalars, breakdown = {name: lines[name].to_numpy() for name in SCALARS}, _breakdown(lines)
-    peak, missing = _maximum(lines["peak_memory_bytes"]), tuple(_missing(lines, breakdown))
+    peak, missing = pc.max(pc.list_flatten(lines["peak_memory_bytes"])).as_py(), tuple(_missing(lines, breakdown))
     earlier = int((attempt < first_attempt).sum())
     tx, rx = _nic_bytes(lines).values()
+    peak = math.nan if peak is None else peak
     return Steps(step, attempt, scalars, breakdown, tx, rx, peak, earlier, broken, missing)
 
 
@@ -163,11 +161,6 @@ def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
             counted = by_direction.get(direction, pa.nulls(len(network))).cast(pa.float64())
             counts[direction][name] = pc.if_else(is_idle, 0.0, counted).to_numpy(zero_copy_only=False)
     return counts
-
-
-def _maximum(lists: pa.ChunkedArray) -> float:
-    maximum = pc.max(pc.list_flatten(lists)).as_py()
-    return math.nan if maximum is None else float(maximum)
 
 
 def _readable(line: bytes) -> bool:
