@@ -128,9 +128,6 @@ def changes(
     """Return a Change for each node in `expected` (node -> features) and in `fabrics` (node -> its fabric's name)."""
     fabrics = fabrics or {}
     by_name = {n.name: n for n in nodes}
-    for name in [*expected, *fabrics]:
-        if name not in by_name:
-            raise SiteError(f"no node {name!r}", where="label", hint=f"choose from {compress(by_name)}")
     node_changes = []
     for name in dict.fromkeys([*expected, *fabrics]):
         labels = [*expected.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]
