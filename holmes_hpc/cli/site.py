@@ -147,7 +147,7 @@ def label(
     if not commands:
         console.note("every node that answered has the features it needs")
     elif apply:
-        labels.apply(changes)
+        labels.apply(commands)
         console.note(labels.NOT_PERMANENT)
 
 

@@ -163,13 +163,10 @@ def difference_lines(node_changes: Iterable[Change]) -> list[str]:
     return [f"{nodes}: {'  '.join(signs)}" for nodes, signs in _by_value(pairs) if signs]
 
 
-def apply(node_changes: Iterable[Change]) -> list[list[str]]:
-    """Run the update commands, which only Slurm operators may do, and return them.
-    The changes last until slurmctld restarts."""
-    commands = update_commands(node_changes)
+def apply(commands: Iterable[Sequence[str]]) -> None:
+    """Run update commands, which only Slurm operators may do. The changes last until slurmctld restarts."""
     for command in commands:
         output(*command)
-    return commands
 
 
 def helper_script() -> str:

@@ -136,7 +136,7 @@ def test_features_that_are_available_and_not_active_stay_so() -> None:
 def test_apply_runs_exactly_the_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, ...]] = []
     monkeypatch.setattr("holmes_hpc.fabric.label.output", lambda *words: ran.append(words) or "")
-    apply(three())
+    apply(update_commands(three()))
     assert [list(r) for r in ran] == update_commands(three())
 
 

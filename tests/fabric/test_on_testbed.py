@@ -9,7 +9,7 @@ import pytest
 
 from holmes_hpc.fabric import doctor
 from holmes_hpc.fabric import listing as report
-from holmes_hpc.fabric.label import apply, changes
+from holmes_hpc.fabric.label import apply, changes, update_commands
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_facts import MARK, ask_nodes
 from holmes_hpc.fabric.nodes import read_nodes
@@ -77,7 +77,7 @@ def test_a_label_that_lies_is_found_and_cured_without_touching_other_features(te
         errors = [str(x) for x in doctor.examine() if x.level == "error"]
         assert len(errors) == 1 and f"node {roce.name}: Slurm's features name ib, the kernel reports roce" in errors[0]
         facts, _ = ask_nodes([n for n in read_nodes() if n.name == roce.name])
-        apply(changes(read_nodes(), {roce.name: facts[0].expected_features}))
+        apply(update_commands(changes(read_nodes(), {roce.name: facts[0].expected_features})))
         cured = scontrol.read_node(roce.name)
         assert cured is not None and set(cured.features) == {"other", *roce.available}
         assert set(cured.features) == set(cured.available)
