@@ -84,15 +84,4 @@ def run_plan_locally(
             link = run.log_path(rank)
             link.unlink(missing_ok=True)
             link.symlink_to(Path("..") / "submission" / f"{pid}_{rank}_log.out")
-    return _ChildJob(run, pid, host, started, job)
-
-
-class _ChildJob(LocalJob):
-    """A local job that this process started. Only submitit's `job` reaps the controller, which would stay a zombie."""
-
-    def __init__(self, run: RunDirectory, pid: int, host: str, started: float, job: Any) -> None:
-        super().__init__(run, pid, host, started)
-        self._job = job
-
-    def _is_alive(self) -> bool:
-        return not self._job.done()
+    return LocalJob(run, pid, host, started, child=job)

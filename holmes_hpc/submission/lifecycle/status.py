@@ -69,16 +69,22 @@ class SlurmJob:
 
 class LocalJob:
     """A run's job on a machine without Slurm. Its id is the process id of submitit's controller, the ranks' parent.
-    `started`: Unix seconds; `folder`: submitit's folder, by default ``submission/`` in the run directory."""
+    `started`: Unix seconds; `folder`: submitit's folder, by default ``submission/`` in the run directory; `child`:
+    submitit's job, if this process started it. Only that reaps the controller, which would stay a zombie."""
 
     expected_start: float | None = None
 
-    def __init__(self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None) -> None:
+    def __init__(
+        self, run: RunDirectory, pid: int, host: str, started: float, folder: Path | None = None, *, child: Any = None
+    ) -> None:
         self.id, self._run, self._pid, self._host, self._started = str(pid), run, pid, host, started
+        self._child = child
         self._folder = folder or Path(run.path).absolute() / "submission"
         self._cancelled = self._folder / f"{self.id}_cancelled"  # exists if the job was cancelled
 
     def _is_alive(self) -> bool:
+        if self._child is not None:
+            return not self._child.done()
         try:
             process = psutil.Process(self._pid)
             # Another process may have the id now. After the clock was set back, the age does not tell them apart.
