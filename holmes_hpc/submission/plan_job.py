@@ -171,10 +171,10 @@ class PlanExecutor(SlurmHetExecutor):
     def affinity(cls) -> int:
         return 1  # printing a script needs no Slurm; submitting reports a missing one
 
-    def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
+    def _request(self, parameters: Mapping[str, Any]) -> JobRequest:
         """Return the job that `parameters` request, with logs in the run directory and the signal that training
         handles."""
-        request, logs = super()._request(parameters, token), self.run_path / "logs"
+        request, logs = super()._request(parameters), self.run_path / "logs"
         suffix = ""
         if self.member is not None:
             suffix, variables = f"-{self.member}", {MEMBER: str(self.member), LEADER: self.leader}

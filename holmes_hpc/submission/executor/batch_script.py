@@ -89,11 +89,6 @@ class JobRequest:
     def ranks(self) -> int:
         return sum(c.ranks for c in self.components)
 
-    @property
-    def array_size(self) -> int:
-        """The number of jobs; 1 without an array."""
-        return 1 if self.array is None else int(self.array.partition("%")[0].partition("-")[2]) + 1
-
     def quote(self, text: str) -> str:
         """Return `text` quoted as one word of the batch script, with the job id in place of ``%j``."""
         job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'

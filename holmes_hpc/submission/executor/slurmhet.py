@@ -80,6 +80,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
     task_module = "holmes_hpc.submission.executor.task"
     # Abstract in submitit, which calls them only in the method that `_submit_command` replaces.
     _num_tasks: Any = None
+    _make_submission_file_text: Any = None
     _make_submission_command: Any = None
     _get_job_id_from_submission_command: Any = None
 
@@ -154,8 +155,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """Return the job that the next call of `submit` requests."""
         return self._request(self.parameters)
 
-    def _request(self, parameters: Mapping[str, Any], token: str = "") -> JobRequest:
-        """Return the job that `parameters` request. `token`: unique to a submission, added to the job's comment."""
+    def _request(self, parameters: Mapping[str, Any]) -> JobRequest:
+        """Return the job that `parameters` request."""
         settings = {k: v for k, v in parameters.items() if v is not None}
         settings |= {_OLD_NAMES[k]: settings.pop(k) for k in _OLD_NAMES if k in settings}
         defaults = {k: v for k, v in settings.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
@@ -166,8 +167,6 @@ class SlurmHetExecutor(core.PicklingExecutor):
         parts = [parse_component(part, i, defaults).with_defaults(options) for i, part in components]
         paths, batch_output = utils.JobPaths(folder=self.folder), batch_log(self.folder)
         stdout, stderr = str(paths.stdout), None if settings.get("stderr_to_stdout") else str(paths.stderr)
-        if token:
-            job_fields["comment"] = " ".join(w for w in (job_fields.get("comment"), token) if w)
         max_requeues = int(settings.get("max_requeues") or 0)
         variables, signal = {"SUBMITIT_EXECUTOR": self.name(), LEADER: "%j"}, environment.preempt_signal()
         variables |= {MAX_REQUEUES: str(max_requeues), **({PREEMPT_SIGNAL: signal} if signal != USER_SIGNAL else {})}
@@ -204,9 +203,6 @@ class SlurmHetExecutor(core.PicklingExecutor):
     def _text(self, request: JobRequest, command: str) -> str:
         return script_text(request, self._commands(request, command))
 
-    def _make_submission_file_text(self, command: str, uid: str) -> str:
-        return self._text(self._request(self.parameters, token=f"holmes-{uid}"), command)
-
     def _submit_command(self, command: str) -> core.Job[Any]:
         """Submit a job as submitit does, but after preflight, only once even if Slurm's answer is lost, and with a
         ticket. `command`: the shell command of its tasks."""
@@ -219,11 +215,13 @@ class SlurmHetExecutor(core.PicklingExecutor):
         )
         return job
 
-    def _submit_request(self, command: str, **changes: Any) -> list[core.Job[Any]]:
-        """Submit a job whose request has the fields `changes`. Return it alone, or all jobs of an array."""
+    def _submit_request(self, command: str, array_size: int = 0, **changes: Any) -> list[core.Job[Any]]:
+        """Submit a job whose request has the fields `changes`. Return it alone, or the `array_size` jobs of an array.
+        Its comment contains a token that is unique to this submission."""
         uid = uuid.uuid4().hex
         with errors_as_refused():
-            request = replace(self._request(self.parameters, token=f"holmes-{uid}"), **changes)
+            request = replace(self.request(), **changes)
+            request = replace(request, comment=" ".join(filter(None, (request.comment, f"holmes-{uid}"))))
             if self.parameters.get("preflight", True) and len(request.components) > 1:
                 preflight(request.components, timeout_min=request.timeout_min)
         interrupt_here()
@@ -236,7 +234,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         except BaseException:
             path.unlink(missing_ok=True)
             raise
-        ids = [leader] if request.array is None else [f"{leader}_{i}" for i in range(request.array_size)]
+        ids = [f"{leader}_{i}" for i in range(array_size)] or [leader]
         with cancel_on_error(leader):
             jobs = [self.job_class(folder=self.folder, job_id=i, tasks=list(range(request.ranks))) for i in ids]
             jobs[0].paths.move_temporary_file(path, "submission_file")
@@ -286,7 +284,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
                 delayed.dump(path)
             array = f"0-{len(pickles) - 1}%{min(len(pickles), limit)}"
-            jobs = self._submit_request(self._submitit_command_str, array=array)
+            jobs = self._submit_request(self._submitit_command_str, len(pickles), array=array)
         except BaseException:
             for path in pickles:
                 path.unlink(missing_ok=True)

@@ -72,7 +72,8 @@ def script_options(folder: Path, cluster: str, calls: list[dict[str, Any]]) -> d
         warnings.simplefilter("ignore")
         for call in calls:
             executor.update_parameters(**call)
-        text = executor._executor._make_submission_file_text("true", "0" * 32)
+        inner = executor._executor
+        text = inner.job_script() if cluster == "slurmhet" else inner._make_submission_file_text("true", "0" * 32)
     words = [
         word
         for line in text.splitlines()
@@ -81,7 +82,7 @@ def script_options(folder: Path, cluster: str, calls: list[dict[str, Any]]) -> d
     ]
     options = {key: value for key, _, value in (word.partition("=") for word in words)}
     ranks = {k: options.get(k, "1") for k in ("nodes", "ntasks-per-node")}
-    comment = {"comment": " ".join(w for w in options.get("comment", "").split() if not w.startswith("holmes-"))}
+    comment = {"comment": options.get("comment", "")}
     wckey = {k: v for k, v in options.items() if k == "wckey" and v != "submitit"}
     return {k: v for k, v in options.items() if k not in INTENDED_DIFFERENCES} | ranks | comment | wckey
 
