@@ -53,11 +53,8 @@ def create_executor(config: DictConfig, prefix: str) -> Any:
     `prefix`: the executor's name, slurmhet or local, with which its own parameters start."""
     import submitit
 
-    conf = config.hydra.launcher
-    params = {
-        str(k): OmegaConf.to_container(v, resolve=True) if OmegaConf.is_config(v) else v
-        for k, v in ((k, conf[k]) for k in conf if k != "_target_")
-    }
+    params: Any = OmegaConf.to_container(config.hydra.launcher, resolve=True)
+    del params["_target_"]
     init = {f"{prefix}_max_num_timeout": params["max_num_timeout"]} if "max_num_timeout" in params else {}
     executor = submitit.AutoExecutor(folder=params["submitit_folder"], cluster=prefix, **init)
     if prefix == "local":
