@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -20,7 +20,8 @@ from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file, read_object
 
-WRITERS = ("follower", "batch")  # of result.json, least authority first: the batch script sees the exit codes
+Writer = Literal["follower", "batch"]  # of result.json, least authority first: the batch script sees the exit codes
+WRITERS: tuple[Writer, ...] = get_args(Writer)
 
 
 class _Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
@@ -147,9 +148,6 @@ class RunDirectory:
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Append the metrics of one step, rounded as :func:`rounded` does.
         Raise RunFailed if they cannot be written, as on a full disk; the file then keeps its former length."""
-        if not isinstance(line.get("step"), int):
-            problem = f"the step's number is {line.get('step')!r}"
-            raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
         append_line(self.metrics_path, to_json(rounded(line)))
 
     def append_ranks(self, line: Mapping[str, Any]) -> None:
@@ -215,18 +213,12 @@ class RunDirectory:
         ]
         return [data for order, data in sorted(exits, key=lambda exit_record: exit_record[0][1:])]
 
-    def write_result(self, result: Mapping[str, Any], writer: str = "batch") -> bool:
+    def write_result(self, result: Mapping[str, Any], writer: Writer = "batch") -> bool:
         """Record how the latest attempt ended in result.json. Return False if the present result stays instead.
 
         Within an attempt, the batch script's result replaces that of a follower, a process that only watches the job.
         Of two results of the same writer, the one with more steps stays; if equal, the first. `result`: the keys of
-        result.json, at least `state` (one of STATES); `writer`: one of WRITERS."""
-        where, state = str(self.result_path), result.get("state")
-        if writer not in WRITERS:
-            hint = f"use one of {', '.join(WRITERS)}; ranks write into exits/"
-            raise RecordError(f"unknown writer {writer!r}", where=where, hint=hint)
-        if state not in STATES:
-            raise RecordError(f"state is {state!r}", where=where, hint=f"use one of {', '.join(STATES)}")
+        result.json, at least `state` (one of STATES)."""
         with locked(self.path / ".lock"):
             defaults = {**BLANK_RESULT, "exit_code": 0 if result["state"] == "completed" else 1}
             defaults |= {"attempt": self.attempt, "time": time.time()}

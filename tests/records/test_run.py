@@ -200,14 +200,6 @@ def test_of_equal_writers_the_one_that_saw_more_steps_counts(run: RunDirectory) 
         assert run.write_result({"state": "cancelled", "final": {"step": step}}, writer="follower") is counts
 
 
-def test_a_rank_may_not_write_the_result(run: RunDirectory) -> None:
-    with pytest.raises(RecordError, match="ranks write into exits"):
-        run.write_result({"state": "completed"}, writer="rank")
-    with pytest.raises(RecordError, match="state"):
-        run.write_result({"state": "fine"})
-    assert not run.result_path.exists()
-
-
 def test_a_new_attempt_sets_result_and_exits_aside(run: RunDirectory) -> None:
     assert run.start_attempt({"job_id": 7}) == 1
     run.write_exit(1, "failed", "RuntimeError: x", "n1")
