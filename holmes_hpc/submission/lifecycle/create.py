@@ -22,9 +22,8 @@ from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked, refuse_replaced
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.records.schema import OWN_FILES
+from holmes_hpc.records.schema import OWN_FILES, STATES
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
-from holmes_hpc.submission.lifecycle.outcome import is_final
 from holmes_hpc.submission.lifecycle.requirements import check_optimizer
 from holmes_hpc.submission.lifecycle.status import run_status, submission_time
 
@@ -135,7 +134,7 @@ def package_versions() -> dict[str, str]:
 
 def _is_over(state: str) -> bool:
     """Return whether a run whose state tables show as `state` has ended or was never submitted."""
-    return is_final(state) or state == NOT_SUBMITTED.lower()
+    return state in STATES or state == NOT_SUBMITTED.lower()
 
 
 def remove_unused_run(run: RunDirectory) -> None:

@@ -42,22 +42,12 @@ RUN_STATES: dict[SlurmState, RunState] = {
     "BOOT_FAIL": "failed",
     "OUT_OF_MEMORY": "failed",
 }
-_SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(RUN_STATES.items())}
+SLURM_STATES: dict[RunState, SlurmState] = {run: job for job, run in reversed(RUN_STATES.items())}
 
 
 def run_state(slurm_state: SlurmState) -> RunState:
     """Return the state of a run whose job ended in `slurm_state`; a state missing from the table is a failure."""
     return RUN_STATES.get(slurm_state, "failed")
-
-
-def job_state(run_state: RunState) -> SlurmState:
-    """Return the Slurm state that stands for `run_state`."""
-    return _SLURM_STATES[run_state]
-
-
-def is_final(state: str) -> bool:
-    """Return whether `state`, as tables show it, is that of an ended run, not that of an active job."""
-    return state in STATES
 
 
 class StateRow:
@@ -67,7 +57,7 @@ class StateRow:
 
     @property
     def ended(self) -> bool:
-        return is_final(self.state)
+        return self.state in STATES
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload]

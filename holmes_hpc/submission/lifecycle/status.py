@@ -25,7 +25,7 @@ from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle import failed_rank
 from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log, state_detail
 from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, SrunError
-from holmes_hpc.submission.lifecycle.outcome import StateRow, build_result, job_state
+from holmes_hpc.submission.lifecycle.outcome import SLURM_STATES, StateRow, build_result
 
 T = TypeVar("T", int, float)
 LOCAL_GRACE_S = 30  # from SIGTERM to SIGKILL for local processes, as KillWait on most Slurms
@@ -229,7 +229,7 @@ def run_statuses(runs: Sequence[RunDirectory], mode: str = "force") -> list[Stat
             state = job.state(mode)
             mode = "cache" if isinstance(job, SlurmJob) and mode == "force" else mode  # one query covers all jobs
         elif result is not None:
-            state = JobState(job_state(result["state"]), source="result.json")
+            state = JobState(SLURM_STATES[result["state"]], source="result.json")
         with _bad_records_as_rows(run, rows, is_only_run=len(runs) == 1):
             rows[run] = _status(run, record, job, state, result)
     return [rows[run] for run in runs]
@@ -323,7 +323,7 @@ def cancel_run(run: RunDirectory) -> JobState:
     does not know it. Raise SubmissionError if Slurm refuses."""
     result = run.read_result()
     if result is not None and is_conclusive(result):
-        return JobState(job_state(result["state"]), source="result.json")
+        return JobState(SLURM_STATES[result["state"]], source="result.json")
     job = job_of(run)
     state_before = job.state("force")
     if not state_before.ended and not state_before.forgotten:

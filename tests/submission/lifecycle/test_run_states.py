@@ -6,7 +6,7 @@ import pytest
 
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import ACTIVE, ENDED, SlurmState
-from holmes_hpc.submission.lifecycle.outcome import RUN_STATES, is_final, job_state, run_state
+from holmes_hpc.submission.lifecycle.outcome import RUN_STATES, SLURM_STATES, run_state
 
 
 def test_the_table_has_every_final_state_of_jobs_and_runs() -> None:
@@ -26,12 +26,12 @@ def test_states_of_jobs_and_runs_differ() -> None:
 
 @pytest.mark.parametrize("state", ENDED)
 def test_every_final_state_of_a_job_maps_to_one_of_a_run(state: SlurmState) -> None:
-    assert is_final(run_state(state)) and run_state(job_state(run_state(state))) == run_state(state)
+    assert run_state(state) in STATES and run_state(SLURM_STATES[run_state(state)]) == run_state(state)
 
 
 @pytest.mark.parametrize("state", STATES)
 def test_every_state_of_a_run_maps_to_one_of_slurm(state: RunState) -> None:
-    assert run_state(job_state(state)) == state
+    assert run_state(SLURM_STATES[state]) == state
 
 
 def test_an_unknown_final_state_is_a_failure() -> None:
