@@ -13,9 +13,7 @@ from pathlib import Path
 import psutil
 
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort, candidates, data_interface, natural_key
-
-__all__ = ["Nic", "NodeNics", "RdmaPort", "addresses", "candidates", "data_interface", "probe"]
+from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort, candidates, natural_key
 
 Reader = Callable[[Path], str]
 _IPOIB = "32"  # ARPHRD_INFINIBAND in /sys/class/net/<if>/type

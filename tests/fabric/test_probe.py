@@ -10,9 +10,9 @@ from trees import Tree
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.label import features_of
 from holmes_hpc.fabric.nic_types import NicType
-from holmes_hpc.fabric.nics import Nic, NodeNics
+from holmes_hpc.fabric.nics import Nic, NodeNics, data_interface
 from holmes_hpc.fabric.node_facts import Facts, facts_of
-from holmes_hpc.fabric.probe import addresses, data_interface, probe
+from holmes_hpc.fabric.probe import addresses, probe
 from holmes_hpc.training.network.nic_bytes import bytes_by_kind, counter_difference, read_counters
 
 IB, ROCE, ETHERNET = NicType.IB, NicType.ROCE, NicType.ETHERNET
