@@ -91,14 +91,10 @@ def sparsely(show: Show, pause_s: float) -> Show:
     return show_if_due
 
 
-def is_root() -> bool:
-    return os.geteuid() == 0
-
-
 def require_machine() -> None:
     """Raise TestbedError unless this is Linux and the user is root."""
     TestbedError.refuse(
         "testbed",
         (sys.platform != "linux", f"needs Linux, this is {sys.platform}", "run it on Linux, as root"),
-        (not is_root(), "needs root (network namespaces, Slurm's daemons)", "run it as root"),
+        (os.geteuid() != 0, "needs root (network namespaces, Slurm's daemons)", "run it as root"),
     )

@@ -32,7 +32,7 @@ def _load(directory: Path, record: Record) -> Testbed:
     """Return the testbed in `directory` that `record` describes."""
     layout = topology.parse(record.topology, f"{directory / FILE}: topology")
     wiring, prefix = Wiring(layout, record.prefix, record.subnet), Path(record.slurm) if record.slurm else None
-    root = userland.release_root(directory, record.release)
+    root = None if record.release == userland.NATIVE else directory / record.release
     return Testbed(Paths(directory), wiring, record.ports, record.password, root, prefix, record.auth)
 
 

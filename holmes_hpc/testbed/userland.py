@@ -32,11 +32,6 @@ mount --bind "$0/etc" /etc || exit 125
 exec "$@"'''
 
 
-def release_root(directory: Path, release: str) -> Path | None:
-    """Return the folder for the files of a Debian release, below `directory`; None for the machine's own Slurm."""
-    return None if release == NATIVE else directory / release
-
-
 def enter_command(root: Path | None, argv: Sequence[str]) -> list[str]:
     """Return the command that runs `argv` with the programs of the release in `root`, if any. The command must run in a
     private mount namespace."""

@@ -236,7 +236,7 @@ def test_missing_programs_are_named_without_apt(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_up_needs_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(commands, "is_root", lambda: False)
+    monkeypatch.setattr(commands.os, "geteuid", lambda: 1000)
     monkeypatch.setenv("HOLMES_TESTBED", str(tmp_path / "bed"))
     with pytest.raises(TestbedError, match="root"):
         testbed.up()
@@ -244,7 +244,7 @@ def test_up_needs_root(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_directory_with_other_files_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commands, "is_root", lambda: True)
+    monkeypatch.setattr(commands.os, "geteuid", lambda: 0)
     monkeypatch.setattr(testbed.packages, "install", lambda *_: pytest.fail("continued"))
     with pytest.MonkeyPatch.context() as patch:
         import tempfile
