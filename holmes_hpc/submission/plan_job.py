@@ -100,8 +100,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
         if has_share and pool.gres:
             specified = {str(k).lstrip("-").replace("-", "_").partition("_per_")[0] for k in additional}
             node = (pool.node_gpus or pool.gpus_per_node, pool.node_cpus, pool.node_memory_gib)
-            is_exclusive = values.get("exclusive") is True
-            share = node_share(part.gpus_per_node, *node, ranks=part.gpus_per_node, exclusive=is_exclusive)
+            share = node_share(part.gpus_per_node, *node, exclusive=values.get("exclusive") is True)
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
         if pool_settings.container is not None and pool_settings.python is None:  # the image's, or this Python
             values["python"] = "python3" if pool_settings.container else shlex.quote(sys.executable)

@@ -183,14 +183,14 @@ def parse_component(
 
 
 def node_share(
-    gpus: int, gpus_per_node: int, cpus: int | None, memory_gib: float | None, ranks: int, exclusive: bool = False
+    gpus: int, gpus_per_node: int, cpus: int | None, memory_gib: float | None, exclusive: bool
 ) -> dict[str, Value | None]:
     """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of each node's `gpus_per_node` GPUs.
 
     It gets the same share of the node's `cpus` and `memory_gib` (None if Slurm does not report them, and then None in
-    the result). Its CPUs are split evenly over its `ranks` per node. A whole node gives all its memory (--mem=0)."""
+    the result). Each GPU has one rank. A whole node gives all its memory (--mem=0)."""
     is_whole_node = exclusive or gpus >= gpus_per_node
-    cpus_per_rank = ((cpus or 0) if is_whole_node else (cpus or 0) * gpus // gpus_per_node) // ranks
+    cpus_per_rank = (cpus or 0) // (gpus if is_whole_node else gpus_per_node)
     even_cpus = cpus_per_rank - cpus_per_rank % 2 if cpus_per_rank > 1 else 1  # whole cores, if a core has two CPUs
     mem_share = None if memory_gib is None else f"{int(memory_gib * 1024 * gpus / gpus_per_node)}M"
     return {"cpus_per_task": None if cpus is None else even_cpus, "mem": "0" if is_whole_node else mem_share}
