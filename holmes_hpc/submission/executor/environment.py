@@ -52,6 +52,13 @@ def tasks_per_node(parts: Iterable[ComponentRequest]) -> list[tuple[str, str]]:
     return [(TASKS_PER_NODE.format(index), str(part.tasks_per_node)) for index, part in enumerate(parts)]
 
 
+def component_ranks(host_lists: Sequence[str], tasks: Sequence[int]) -> list[ComponentRanks]:
+    """Return the components with these nodes and numbers of tasks per node, in order."""
+    nodes = [tuple(expand(text)) for text in host_lists]
+    first_ranks = accumulate((len(n) * t for n, t in zip(nodes, tasks, strict=False)), initial=0)
+    return list(map(ComponentRanks, nodes, first_ranks, tasks))
+
+
 def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks]:
     """Return the components of the job whose tasks have the variables `environ`, in order. A plain job has one, and a
     process outside of jobs none. Raise SubmissionError if a component's node list is missing."""
@@ -61,10 +68,7 @@ def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks
     if len(lists) < size:
         missing = next(name for name in names if not environ.get(name))
         raise SubmissionError(f"no {missing} in the environment", where="task", hint=_HINT)
-    nodes = [tuple(expand(text)) for text in lists]
-    tasks = [int(environ.get(TASKS_PER_NODE.format(i)) or 1) for i in range(len(nodes))]
-    first_ranks = accumulate((len(n) * t for n, t in zip(nodes, tasks, strict=True)), initial=0)
-    return [ComponentRanks(n, first, t) for n, first, t in zip(nodes, first_ranks, tasks, strict=False)]
+    return component_ranks(lists, [int(environ.get(TASKS_PER_NODE.format(i)) or 1) for i in range(len(lists))])
 
 
 def current_component(environ: Mapping[str, str] = os.environ) -> int:

@@ -9,14 +9,12 @@ import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holmes_hpc.errors import HolmesError, SiteError
-from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.untrusted import read_object
 from holmes_hpc.slurm.hostlist import expand, numbers
@@ -57,15 +55,6 @@ class SrunError:
     @property
     def is_signal(self) -> bool:
         return self.message.startswith(_SIGNALS)
-
-
-def component_ranks(plan: Plan, nodes: Sequence[str]) -> list[ComponentRanks]:
-    """Return the components of a plan's job with their nodes and ranks. `nodes`: a host list for each component."""
-    first_ranks = accumulate((component.ranks for component in plan.components), initial=0)
-    return [
-        ComponentRanks(tuple(expand(names)), first, component.gpus_per_node)
-        for component, names, first in zip(plan.components, nodes, first_ranks, strict=False)
-    ]
 
 
 def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[SrunError]:

@@ -21,6 +21,7 @@ from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_script, job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState, joined_members
+from holmes_hpc.submission.executor.environment import component_ranks
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle import failed_rank
 from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log, state_detail
@@ -304,7 +305,8 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     with contextlib.suppress(HolmesError, OSError):
         batch_log = latest_attempt_log(run)
         lines = [] if batch_log is None else [*batch_log, *tail(run.logs / "srun.txt", 200)]
-        components = failed_rank.component_ranks(Plan.read(run.plan_path), state.component_nodes)
+        ranks_per_node = [part.gpus_per_node for part in Plan.read(run.plan_path).components]
+        components = component_ranks(state.component_nodes, ranks_per_node)
         srun_errors = failed_rank.parse_srun_errors("\n".join(lines), components)
         if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
             local = failed_rank.read_local_exits(run.path / "submission", job_id)
