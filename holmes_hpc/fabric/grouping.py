@@ -75,14 +75,13 @@ def group(
     nodes: Sequence[SiteNode],
     partitions: Sequence[Partition],
     vocabulary: Vocabulary,
-    settings: NodeSettings | None = None,
+    settings: NodeSettings = NodeSettings(),
 ) -> Grouping:
     """Return the pools of a Slurm cluster. Nodes with the same fabric label form a fabric, nodes without one a fabric
     per NIC type and partition. The nodes of a fabric that have the same GPUs and partition form a pool.
 
     Nodes are left out if they are down or drained, in no open partition, have two NIC types in their features, lack
     a GPU on a site with GPUs, or cannot be selected by a constraint."""
-    settings = settings or NodeSettings()
     notes = _Notes()
     SiteError.refuse_unknown("no partition", settings.partitions, {p.name for p in partitions}, "partitions")
     open_, skipped = usable_partitions(partitions, settings)

@@ -119,25 +119,24 @@ def listing_of(
     cluster: str,
     nodes: Sequence[SiteNode],
     partitions: Sequence[Partition],
-    settings: NodeSettings | None = None,
+    settings: NodeSettings = NodeSettings(),
     site: Site | None = None,
 ) -> Listing:
     """Return the listing of these nodes and partitions, with the pools of `site` if it is given. Runs no command."""
-    settings = settings or NodeSettings()
     if site:
         return Listing(cluster, tuple(nodes), tuple(partitions), Grouping(site.pools, site.assumptions, {}))
     grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 
-def listing(settings: NodeSettings | None = None, site: Site | None = None) -> Listing:
+def listing(settings: NodeSettings = NodeSettings(), site: Site | None = None) -> Listing:
     """Return the listing of this Slurm's nodes and partitions, with the pools of `site` if it is given."""
     partitions = read_partitions()
     settings = with_associations(settings, partitions)
     return listing_of(read_config().cluster, read_nodes(settings.vocabulary), partitions, settings, site)
 
 
-def read_site(settings: NodeSettings | None = None) -> Site:
+def read_site(settings: NodeSettings = NodeSettings()) -> Site:
     """Return the Site that Slurm shows now. SiteError without Slurm, or if no node can be used."""
     shown = listing(settings)
     return shown.grouping.site(shown.cluster)

@@ -114,13 +114,12 @@ def as_labelled(
 
 
 def ask_nodes(
-    nodes: Iterable[Node], settings: NodeSettings | None = None, shared: Path | None = None
+    nodes: Iterable[Node], settings: NodeSettings = NodeSettings(), shared: Path | None = None
 ) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes`. Return their facts, and findings for nodes that were busy or did not answer.
 
     The nodes need this Python, as for training. A node that fails or hangs does not affect others. `settings`: of the
     jobs that ask; `shared`: a file that the nodes should see."""
-    settings = settings or NodeSettings()
     partitions, _ = usable_partitions(read_partitions(), settings)
     jobs: list[Job] = []
     unanswered: list[Finding] = []

@@ -46,14 +46,14 @@ class NodeSettings:
     pools: Mapping[str, PoolJob] = field(default_factory=dict, hash=False)
 
 
-def with_associations(settings: NodeSettings | None, partitions: Sequence[Partition]) -> NodeSettings:
+def with_associations(settings: NodeSettings, partitions: Sequence[Partition]) -> NodeSettings:
     """Return the settings with the user's groups, and with associations if a partition admits only some accounts or
     QOS. Slurm admits root regardless of groups."""
     groups = set[str]()
     for number in {os.getegid(), *os.getgroups()} if os.geteuid() else ():
         with contextlib.suppress(KeyError):  # a group without a name
             groups.add(grp.getgrgid(number).gr_name)
-    settings = replace(settings or NodeSettings(), groups=frozenset(groups))
+    settings = replace(settings, groups=frozenset(groups))
     is_limited = any(p.allow_accounts or p.deny_accounts or p.allow_qos or p.deny_qos for p in partitions)
     return replace(settings, associations=read_associations()) if is_limited else settings
 

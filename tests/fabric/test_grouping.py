@@ -22,7 +22,7 @@ from holmes_hpc.slurm.scontrol import parse_partition
 VOCABULARY = read_vocabulary()
 
 
-def grouped(nodes, partitions, settings=None):
+def grouped(nodes, partitions, settings=NodeSettings()):
     return group(nodes, partitions, VOCABULARY, settings)
 
 
@@ -421,7 +421,7 @@ def test_allowed_groups_are_those_of_this_process(monkeypatch) -> None:
     monkeypatch.setattr(partitions_module.os, "getgroups", lambda: [7])
     for user, names in ((0, set()), (1000, {f"g{os.getegid()}", "g7"})):
         monkeypatch.setattr(partitions_module.os, "geteuid", lambda user=user: user)
-        assert with_associations(None, [limited]).groups == names
+        assert with_associations(NodeSettings(), [limited]).groups == names
     assert limited.allow_groups == ("chem", "bio") and partition("b", "n1").allow_groups == ()
 
 
@@ -485,7 +485,7 @@ def test_one_more_association_never_closes_a_partition(
 def test_associations_are_read_only_for_partitions_with_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holmes_hpc.fabric.partitions.read_associations", lambda: (BIO,))
     plain = partition("a", "n1")
-    assert with_associations(None, [plain]) == NodeSettings()
+    assert with_associations(NodeSettings(), [plain]) == NodeSettings()
     for field in ("allow_accounts", "deny_accounts", "allow_qos", "deny_qos"):
         settings = with_associations(NodeSettings(qos="high"), [plain, replace(plain, **{field: ("x",)})])
         assert settings == NodeSettings(qos="high", associations=(BIO,))
