@@ -4,6 +4,7 @@ import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from holmes_hpc.slurm.commands import slurm, slurm_with_retries
@@ -22,15 +23,15 @@ def sacct_command(ids: Iterable[str]) -> list[str]:
     return ["sacct", *options, f"--format={fields}", f"--jobs={jobs}"]
 
 
-def parse_sacct(text: str) -> list[Row]:
-    """Return the rows in the output of :func:`sacct_command`. Incomplete lines are skipped."""
-    return _parse(text, _SACCT)
-
-
 def _parse(text: str, fields: Iterable[str]) -> list[Row]:
-    """Return the rows of lines with cells of these fields, of which those after the job's name may be missing."""
+    """Return the rows of lines with cells of these fields, of which those after the job's name may be missing.
+    Incomplete lines are skipped."""
     lines = (dict(zip(fields, line.split(SEPARATOR), strict=False)) for line in text.splitlines())
     return [row for cells in lines if "name" in cells for row in _rows(cells)]
+
+
+parse_sacct = partial(_parse, fields=_SACCT)  # the output of sacct_command
+parse_squeue = partial(_parse, fields=_SQUEUE)  # the output of squeue_command
 
 
 def _rows(cells: Mapping[str, str]) -> list[Row]:
@@ -82,11 +83,6 @@ def squeue_command(ids: Iterable[str] = ()) -> list[str]:
     """Return the command that lists all jobs of this user, whatever the `ids`."""
     fields = SEPARATOR.join(_SQUEUE.values())
     return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={fields}"]
-
-
-def parse_squeue(text: str) -> list[Row]:
-    """Return the rows in the output of :func:`squeue_command`. Incomplete lines are skipped."""
-    return _parse(text, _SQUEUE)
 
 
 def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
