@@ -111,7 +111,7 @@ def logs(
         console.as_json({"run": str(record.path), "logs": {path.name: list(tail(path, lines)) for path in paths}})
         return
     if follow:
-        for number, line in follow_logs(record, end_detector(record), None if rank is None else [rank]):
+        for number, line in follow_logs(record, end_detector(record), rank):
             console.text(f"{number}: {line}")
         return
     for path in paths:

@@ -55,7 +55,7 @@ def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
                 yield from _changes(entry.path)
 
 
-def _modified(path: str) -> float:
+def _modified(path: str | os.PathLike[str]) -> float:
     try:
         return os.stat(path).st_mtime
     except OSError:
@@ -124,8 +124,7 @@ def reference_to(run: RunDirectory) -> str:
 
 def last_change(run: RunDirectory) -> float:
     """Return the Unix time at which run.yaml, the metrics or the result was last written; 0 if none exists."""
-    record_paths = [run.run_path, run.metrics_path, run.result_path]
-    return max((path.stat().st_mtime for path in record_paths if path.exists()), default=0.0)
+    return max(map(_modified, (run.run_path, run.metrics_path, run.result_path)))
 
 
 def job_ids(run: dict[str, Any]) -> set[int]:

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holmes_hpc.records.run import RunDirectory
@@ -70,28 +70,27 @@ class GrowingFile:
 
 
 def follow_logs(
-    run: RunDirectory, done: Callable[[], bool], ranks: Sequence[int] | None = None, poll_s: float = 0.5
+    run: RunDirectory, done: Callable[[], bool], rank: int | None = None, poll_s: float = 0.5
 ) -> Iterator[tuple[int, str]]:
     """Yield (rank, line) as the ranks write their logs, until `done()` returns True: the run has ended.
 
-    `ranks`: the ranks to follow; None: all, also those whose logs appear later. It yields each line when the
+    `rank`: the only one to follow; None: all, also those whose logs appear later. It yields each line when the
     line is complete. At the end, it also yields an incomplete last line."""
     files: dict[int, GrowingFile] = {}
     while True:
         has_ended = done()  # before reading, so that no line written until then is missed
-        for rank, path in _log_paths(run, ranks):
-            for line in files.setdefault(rank, GrowingFile(path)).lines():
-                yield rank, line
+        for number, path in rank_logs(run) if rank is None else [(rank, run.log_path(rank))]:
+            for line in files.setdefault(number, GrowingFile(path)).lines():
+                yield number, line
         if has_ended:
-            for rank, file in sorted(files.items()):
+            for number, file in sorted(files.items()):
                 if file.rest:
-                    yield rank, file.rest
+                    yield number, file.rest
             return
         time.sleep(poll_s)
 
 
-def _log_paths(run: RunDirectory, ranks: Sequence[int] | None) -> list[tuple[int, Path]]:
-    if ranks is not None:
-        return [(rank, run.log_path(rank)) for rank in ranks]
+def rank_logs(run: RunDirectory) -> list[tuple[int, Path]]:
+    """Return (rank, path) of each log of a rank, in order of ranks."""
     numbers = [(p.stem.removeprefix("rank-"), p) for p in run.logs.glob("rank-*.txt")]
     return sorted((int(n), p) for n, p in numbers if n.isdecimal())

@@ -16,7 +16,7 @@ import psutil
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import name_of
-from holmes_hpc.records.logs import tail
+from holmes_hpc.records.logs import rank_logs, tail
 from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_script, job_uid
@@ -344,8 +344,7 @@ def refuse_other_owner(record: Path, job: Job) -> None:
 
 def log_paths(run: RunDirectory) -> list[Path]:
     """Return the paths of the run's logs: of the ranks in order, then of the batch script."""
-    ranks = sorted(run.logs.glob("rank-*.txt"), key=lambda path: (len(path.name), path.name))
-    return ranks + [p for p in (run.logs / "batch.txt",) if p.exists()]
+    return [path for _, path in rank_logs(run)] + [p for p in (run.logs / "batch.txt",) if p.exists()]
 
 
 def end_detector(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
