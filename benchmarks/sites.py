@@ -118,7 +118,7 @@ def fake_srun(site: str, listing: Listing, rows: list[dict[str, str]]) -> Callab
         answers = []
         for command in commands:
             options = dict(word.lstrip("-").partition("=")[::2] for word in command if word.startswith("--"))
-            has_features = matcher(options.get("constraint")) or (lambda features: True)
+            has_features = matcher(options.get("constraint"))
             names = expand(options.get("nodelist", "")) or [n.name for n in listing.nodes if n.usable]
             kind, _, count = options.get("gpus-per-node", "").rpartition(":")
             node = next(

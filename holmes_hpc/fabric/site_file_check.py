@@ -43,18 +43,13 @@ def changes_since_written(path: str, site: Site) -> list[str]:
     return warnings
 
 
-def _meets_constraint(pool: Pool, node: Node) -> bool:
-    """Return whether a node may meet a pool's constraint; True for one that only Slurm can evaluate."""
-    is_met = matcher(pool.constraint)
-    return is_met is None or is_met(frozenset(node.features))
-
-
 def _candidates(pool: Pool, nodes: Iterable[Node]) -> list[Node]:
     """Return the nodes that Slurm may give to a pool without node names."""
+    may_meet = matcher(pool.constraint)
     return [
         node
         for node in nodes
-        if pool.partition in node.partitions and _meets_constraint(pool, node)
+        if pool.partition in node.partitions and may_meet(frozenset(node.features))
         if not pool.gres_type or pool.gres_type in node.gpu_types
     ]
 
@@ -65,12 +60,13 @@ def _contradictions(pool: Pool, members: Sequence[Node], gpus: Mapping[str, str]
     hint, kind_of = f"correct the file, or {rerun_hint}", read_vocabulary().gpu
     yield len(members) < pool.nodes, f"nodes is {pool.nodes}, Slurm has {len(members)} of them", hint
     kind, count = kind_of(pool.gpu.name), pool.node_gpus or pool.gpus_per_node
+    may_meet = matcher(pool.constraint)
     for node in members:
         of_node = f"Slurm's {node.name} has"
         partitions, types = ", ".join(node.partitions), ", ".join(filter(None, node.gpu_types)) or "no type"
         is_elsewhere = pool.partition not in node.partitions
         yield is_elsewhere, f"partition is {pool.partition}, Slurm's {node.name} is in {partitions or 'none'}", hint
-        lacks = not _meets_constraint(pool, node)
+        lacks = not may_meet(frozenset(node.features))
         yield lacks, f"constraint is {pool.constraint}, {of_node} features {','.join(node.features) or 'none'}", hint
         yield (pool.node_cpus or 0) > node.cpus, f"node_cpus is {pool.node_cpus}, {of_node} {node.cpus}", hint
         memory_gib = node.memory_mib / 1024

@@ -1,6 +1,7 @@
 """A constraint on node features (``--constraint="nic_ib&(a|b)"``) as a function of one node's features."""
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable, Mapping
 
@@ -9,24 +10,20 @@ _PYTHON = {"&": "and", "|": "or", "!": "not", "(": "(", ")": ")"}
 Test = Callable[[frozenset[str]], bool]
 
 
-def matcher(constraint: str | None) -> Test | None:
-    """Return a function that returns whether a node with given features meets `constraint`.
+def matcher(constraint: str | None) -> Test:
+    """Return a function that returns whether a node with given features may meet `constraint`.
 
-    A constraint may have features, ``&``, ``|``, ``!`` and round brackets. Return None for counts and square brackets,
-    which only Slurm can evaluate, and for a constraint that Slurm would reject."""
-    text = (constraint or "").strip()
-    if not text:
-        return lambda features: True
+    A constraint may have features, ``&``, ``|``, ``!`` and round brackets. Any node may meet one with counts or square
+    brackets, which only Slurm can evaluate, or one that Slurm would reject."""
+    text = constraint or ""
     tokens = _TOKEN.findall(text)
-    if "".join(tokens) != re.sub(r"\s", "", text):
-        return None
     # Python has these operators with the same precedence; each feature becomes a name.
     names = {f"f{number}": token for number, token in enumerate(tokens) if token not in _PYTHON}
     python_tokens = [_PYTHON.get(token, f"f{number}") for number, token in enumerate(tokens)]
-    try:
-        return _test(ast.parse(" ".join(python_tokens), mode="eval").body, names)
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return None
+    with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
+        if "".join(tokens) == re.sub(r"\s", "", text):
+            return _test(ast.parse(" ".join(python_tokens), mode="eval").body, names)
+    return lambda features: True
 
 
 def _test(tree: ast.expr, names: Mapping[str, str]) -> Test:

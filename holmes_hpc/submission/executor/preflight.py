@@ -192,7 +192,7 @@ def eligible_nodes(request: ComponentRequest, nodes: Iterable[Node]) -> frozense
     def is_eligible(n: Node) -> bool:
         is_listed = node_list is None or is_short_list or n.name in node_list  # Slurm adds nodes to a short list
         is_in_partition = not partitions or bool(partitions & set(n.partitions))
-        meets_constraint = has_features is None or has_features(frozenset(n.features))
+        meets_constraint = has_features(frozenset(n.features))
         has_gpus = not gpu_type or gpu_type in n.gpu_types
         return is_in_partition and meets_constraint and n.name not in excluded and has_gpus and is_listed
 
