@@ -192,7 +192,7 @@ class PlanExecutor(SlurmHetExecutor):
             directories=(*request.directories, str(logs)),
         )
 
-    def _text(self, request: JobRequest, command: str) -> str:
+    def _text(self, request: JobRequest) -> str:
         end, lost = end_command(self.run_path), run_command("lifecycle.lost_step", self.run_path)
         again = f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit'
         mark = f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}"
@@ -201,7 +201,7 @@ class PlanExecutor(SlurmHetExecutor):
             mark = f'echo "holmes: job $SLURM_JOB_ID joins {self.leader}"' if self.member else mark
         return script_text(
             request,
-            self._commands(request, command),
+            self._commands(request),
             mark=mark,
             begin=[again],
             monitor="" if self.is_elastic else f'{lost} {request.ranks} "$step"',
@@ -216,7 +216,7 @@ class PlanExecutor(SlurmHetExecutor):
         with contextlib.ExitStack() as on_error:
             for index in range(1, len(self.parameters["components"])):
                 self.member = index
-                ids.append(self._submit_request(self._submitit_command_str)[0].job_id)
+                ids.append(self._submit_request()[0].job_id)
                 on_error.enter_context(cancel_on_error(ids[-1]))
         return ids
 

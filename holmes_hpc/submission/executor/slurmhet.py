@@ -186,7 +186,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def job_script(self) -> str:
         """Return the batch script of the next submission, without its token."""
-        return self._text(self.request(), self._submitit_command_str)
+        return self._text(self.request())
 
     @property
     def _submitit_command_str(self) -> str:
@@ -196,26 +196,26 @@ class SlurmHetExecutor(core.PicklingExecutor):
         is_other_python = python != shlex.quote(sys.executable)
         return f"{python} {shlex.join(task_arguments(self.folder, self.task_module, any_version=is_other_python))}"
 
-    def _commands(self, request: JobRequest, command: str) -> list[str]:
-        """Return the command of each component's tasks: `command`, or the same with the component's own Python."""
-        return [command if part.python is None else self._command(part.python) for part in request.components]
+    def _commands(self, request: JobRequest) -> list[str]:
+        """Return the command of each component's tasks, with the component's own Python if it has one."""
+        return [self._command(self.python if part.python is None else part.python) for part in request.components]
 
-    def _text(self, request: JobRequest, command: str) -> str:
-        return script_text(request, self._commands(request, command))
+    def _text(self, request: JobRequest) -> str:
+        return script_text(request, self._commands(request))
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         """Submit a job as submitit does, but after preflight, only once even if Slurm's answer is lost, and with a
-        ticket. `command`: the shell command of its tasks."""
+        ticket. `command` is not used, because the commands of components may differ."""
         if self.throttle is None:
-            return self._submit_request(command)[0]
+            return self._submit_request()[0]
         throttle_file = str(self.throttle.path)
         job: core.Job[Any] = self.throttle.submit(
             self.parameters.get("dependency"),
-            lambda dependency: self._submit_request(command, dependency=dependency, throttle_file=throttle_file)[0],
+            lambda dependency: self._submit_request(dependency=dependency, throttle_file=throttle_file)[0],
         )
         return job
 
-    def _submit_request(self, command: str, array_size: int = 0, **changes: Any) -> list[core.Job[Any]]:
+    def _submit_request(self, array_size: int = 0, **changes: Any) -> list[core.Job[Any]]:
         """Submit a job whose request has the fields `changes`. Return it alone, or the `array_size` jobs of an array.
         Its comment contains a token that is unique to this submission."""
         uid = uuid.uuid4().hex
@@ -229,7 +229,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         submitted = time.time()
         try:
             with errors_as_refused():
-                path.write_text(self._text(request, command), encoding="utf-8")
+                path.write_text(self._text(request), encoding="utf-8")
                 leader = submit_file(path, f"holmes-{uid}")
         except BaseException:
             path.unlink(missing_ok=True)
@@ -284,7 +284,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
                 delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
                 delayed.dump(path)
             array = f"0-{len(pickles) - 1}%{min(len(pickles), limit)}"
-            jobs = self._submit_request(self._submitit_command_str, len(pickles), array=array)
+            jobs = self._submit_request(len(pickles), array=array)
         except BaseException:
             for path in pickles:
                 path.unlink(missing_ok=True)
