@@ -19,7 +19,7 @@ from holmes_hpc.errors import ConfigError, PlanError, SubmissionError
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import duration
-from holmes_hpc.slurm.commands import Answer, slurm_with_retries
+from holmes_hpc.slurm.commands import slurm_with_retries
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.elastic.members import CHANGE_S
 from holmes_hpc.submission.executor.batch_script import JobRequest, script_text
@@ -83,21 +83,17 @@ def training_time_s(plan: Plan, steps: int) -> float:
     return START_UP_S + steps * plan.predicted.step_time_s
 
 
-def _test_together(job: JobRequest) -> Answer:
-    """Return the answer of ``sbatch --test-only`` for a job of several components."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "job.sh"
-        path.write_text(script_text(job, "true"), encoding="utf-8")
-        return slurm_with_retries(["sbatch", "--test-only", str(path)])
-
-
 def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int | str) -> float:
     """Return when Slurm could start a job of these components, in Unix seconds. Raise SubmissionError if it cannot.
     Call :func:`check_components` first, because an infeasible component can crash old controllers."""
     if len(requests) == 1:
         answer = try_component(requests[0], timeout_min=timeout_min)
     else:
-        answer = _test_together(JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null"))
+        job = JobRequest(tuple(requests), timeout_min=timeout_min, output="/dev/null")
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "job.sh"
+            path.write_text(script_text(job, "true"), encoding="utf-8")
+            answer = slurm_with_retries(["sbatch", "--test-only", str(path)])
     start, where = start_time(answer), "sbatch --test-only"
     if not start:
         raise SubmissionError(answer.reason, where=where, hint="request fewer resources")
