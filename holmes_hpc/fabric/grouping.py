@@ -251,7 +251,7 @@ def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -
     """Return the nodes that jobs can use now and that no reservation but `reservation` holds."""
     usable = [n for n in nodes if n.usable]
     notes.leave_out([n for n in nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
-    reserved = [n for n in usable if n.reserved and (not reservation or n.reservation != reservation)]
+    reserved = [n for n in usable if "RESERVED" in n.states and (not reservation or n.reservation != reservation)]
     for name, members in _by(lambda n: n.reservation or "NAME", reserved):
         notes.leave_out(members, f"reserved; slurm.reservation={name} uses its reservation")
     return [n for n in usable if n.name not in notes.left_out]

@@ -49,11 +49,6 @@ class Node:
         return not any(map(_UNUSABLE.fullmatch, self.states))
 
     @property
-    def reserved(self) -> bool:
-        """True if the node takes only jobs of a reservation."""
-        return "RESERVED" in self.states
-
-    @property
     def gpus(self) -> int:
         return self.gpus_of(None)
 
