@@ -31,12 +31,8 @@ def format_rate(mbit: float) -> str:
     return f"{mbit / 1000:.6f}".rstrip("0").rstrip(".") + "g"
 
 
-def _matches(pattern: re.Pattern[str], value: Any) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
-
-
-def _check_name(key: str, value: Any, pattern: re.Pattern[str], where: str) -> None:
-    if not _matches(pattern, value):
+def _check_name(key: str, value: str, pattern: re.Pattern[str], where: str) -> None:
+    if not pattern.fullmatch(value):
         raise TestbedError(f"{key} is {value!r}", where=where, hint=f"write a text that matches {pattern.pattern}")
 
 
@@ -121,7 +117,7 @@ class Topology(Checked, where="topology {0.name}", error=TestbedError):
 
     def _mistakes(self) -> Iterator[Case]:
         hint = f"write a text that matches {_NAME.pattern}"
-        yield not _matches(_NAME, self.name), f"name is {self.name!r}", hint, "topology"
+        yield not _NAME.fullmatch(self.name), f"name is {self.name!r}", hint, "topology"
         count = sum(fabric.nodes for fabric in self.fabrics)
         yield not self.fabrics, "no fabric", "list at least one under fabrics"
         yield count > MAX_NODES, f"{count} nodes, at most {MAX_NODES} fit", "use fewer nodes"
@@ -136,8 +132,8 @@ class Topology(Checked, where="topology {0.name}", error=TestbedError):
                 yield name not in fabrics, problem, nearest(name, fabrics)
         for name, value in self.slurm.items():
             is_valid = not isinstance(value, bool) and _VALUE.fullmatch(str(value))
-            yield not _matches(_SETTING, name), f"{name!r} is not a setting of slurm.conf", "correct its name"
-            is_reserved = str(name).lower() in RESERVED
+            yield not _SETTING.fullmatch(name), f"{name!r} is not a setting of slurm.conf", "correct its name"
+            is_reserved = name.lower() in RESERVED
             yield is_reserved, f"slurm.{name} is set by the testbed itself", f"remove slurm.{name}"
             yield not is_valid, f"slurm.{name} is {value!r}", "write one word, without blanks and quotes"
 
