@@ -2,7 +2,6 @@
 
 import ipaddress
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -157,8 +156,8 @@ def read_conf(path: Path) -> dict[str, str]:
 
 
 def refusals(
-    env: Mapping[str, str] | None = None,
-    required: Mapping[str, str] | None = None,
+    env: Mapping[str, str],
+    required: Mapping[str, str],
     node: str = "",
     files: Sequence[Path] | None = None,
     nic: str = "",
@@ -170,7 +169,6 @@ def refusals(
     error if it excludes one of their NICs, because somebody set it on purpose. If it allows more, training replaces it;
     in `files`, the environment overrides it. `nic`: the NIC type of the fast groups. `network`: NCCL's name of their
     network, possibly a plugin's."""
-    env = os.environ if env is None else env
     where = f"node {node}" if node else "environment"
     findings: list[Finding] = []
     sources = [("", dict(env))] + [(str(f), read_conf(f)) for f in (conf_files(env) if files is None else files)]
@@ -187,7 +185,7 @@ def refusals(
                 findings.append(Finding(level, where, problem, f"{hint} ({name})", node, nic))
         if source:
             continue
-        for name, value in (required or {}).items():
+        for name, value in required.items():
             nics = value.lstrip("=")
             if excluded := [n for n in nics.split(",") if not _is_allowed(values, name, n)]:
                 key = "hca" if name == "NCCL_IB_HCA" else "ethernet"
