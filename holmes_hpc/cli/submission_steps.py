@@ -162,9 +162,8 @@ def check_earliest(config: Configuration) -> None:
 def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Costs | None = None) -> list[QueueEstimate]:
     """Return the estimates of plans for the whole site and for parts of it, the plan that ends first at the head.
 
-    `clock`: limits all searches together; `costs`: replace the configuration's. Raise ConfigError if Slurm cannot be
-    asked, SubmissionError if no plan can run."""
-    check_earliest(config)
+    `clock`: limits all searches together; `costs`: replace the configuration's. Call :func:`check_earliest` before.
+    Raise SubmissionError if no plan can run."""
     whole_site = searched_site(load_site(config), config.plan)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:
