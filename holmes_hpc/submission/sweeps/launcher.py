@@ -12,7 +12,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         refuse_active_jobs(manifest, states, candidates, reused)
         new = [c for c in candidates if c.key not in reused]
         self._refuse_other_runs(manifest, earlier, new, can_resume=bool(reuse))
-        manifest.programs.update({digest: program.to_dict() for digest, program in programs.items()})
+        manifest.programs.update({digest: asdict(program) for digest, program in programs.items()})
         limit = int(self.params.get("array_parallelism") or 256)
         is_throttled = self.WHERE == "slurm" and len(candidates) - len(reused) > limit
         throttle_path = manifest.path.with_name(f".throttle-{time.time():.6f}.json")

@@ -12,7 +12,7 @@ import itertools
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,6 @@ class Program:
     @property
     def digest(self) -> str:
         return hashlib.sha256(repr((sorted(self.files.items()), self.packages)).encode()).hexdigest()[:16]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         names = [Path(path).name for path in self.files]

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import types
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_program_contains_all_importable_user_modules(tmp_path: Path, monkeypatc
     (tmp_path / "pack" / "sub" / "deep.py").write_text("x = 2\n")
     new = program_of(make_function(tmp_path, APP))
     assert new is not None and new.digest != old.digest
-    assert describe_changes(old.to_dict(), new) == "by another program: deep.py"
+    assert describe_changes(asdict(old), new) == "by another program: deep.py"
     assert describe_changes(None, new) == "by an unknown program"
 
 
@@ -89,7 +90,7 @@ def test_new_package_version_changes_the_program(tmp_path: Path, monkeypatch: py
     (tmp_path / "site-packages" / "thing-1.0.dist-info").rename(tmp_path / "site-packages" / "thing-2.0.dist-info")
     new = program_of(make_function(tmp_path, APP))
     assert old is not None and new is not None
-    assert describe_changes(old.to_dict(), new) == "by another program: thing-1.0, thing-2.0"
+    assert describe_changes(asdict(old), new) == "by another program: thing-1.0, thing-2.0"
 
 
 def test_function_without_source_file_reuses_nothing(tmp_path: Path) -> None:
