@@ -96,8 +96,6 @@ def fraction_of_homogeneous(hybrid: float, homogeneous: Iterable[float]) -> floa
 def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.float64]:
     """Return each run's throughput per node over the mean of the runs on the fewest nodes; 1.0 is linear scaling."""
     t, n = np.asarray(throughput, dtype=np.float64), np.asarray(nodes, dtype=np.float64)
-    if not len(t):
-        return t
     base = n == n.min()
     return (t / n) / np.mean(t[base] / n[base])
 
