@@ -214,7 +214,9 @@ def _marker_file() -> Iterator[Path | None]:
         yield None
 
 
-def examine(settings: NodeSettings = NodeSettings(), asking: bool = True, site_file: str | None = None) -> list[Finding]:
+def examine(
+    settings: NodeSettings = NodeSettings(), asking: bool = True, site_file: str | None = None
+) -> list[Finding]:
     """Return all findings about this Slurm and, if `asking`, its idle nodes, errors first.
     Short jobs ask the nodes, in this process's environment. `site_file`: the site file in use, if any."""
     partitions, config = read_partitions(), read_config()
