@@ -14,7 +14,7 @@ from typing import Any
 from submitit.core import utils
 
 from holmes_hpc.config.slurm_settings import PoolSettings, SlurmSettings
-from holmes_hpc.errors import HolmesError, SubmissionError, nearest
+from holmes_hpc.errors import HolmesError, SubmissionError
 from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -77,9 +77,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
     Raise SubmissionError for settings of an unknown pool, for a wrong value, or if a pool's nodes cannot run this
     Python, because they have another CPU architecture."""
     pools, pool_names = settings.pools or {}, [f.name for f in plan.site.pools]
-    for name in pools:
-        if name not in pool_names:
-            raise SubmissionError(f"no pool {name!r}", where="slurm.pools", hint=nearest(name, pool_names))
+    SubmissionError.refuse_unknown("no pool", pools, pool_names, "slurm.pools")
     requests = []
     for index, part in enumerate(plan.components):
         pool_settings = pools.get(part.pool) or PoolSettings()
