@@ -48,7 +48,8 @@ def append_line(path: Path, line: str) -> None:
     Raise RunFailed if the line cannot be written, as on a full disk; the file then keeps its former length."""
     old_size = None
     try:
-        with open(path, "ab+", buffering=0, opener=_open_for_owner) as file:  # NFS reports a full disk only on close
+        # Only the owner may write. NFS reports a full disk only on close.
+        with open(path, "ab+", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             old_size = os.fstat(file.fileno()).st_size
             ends_in_newline = old_size == 0 or os.pread(file.fileno(), 1, old_size - 1) == b"\n"
             data = (b"" if ends_in_newline else b"\n") + line.encode("utf-8") + b"\n"
@@ -59,10 +60,6 @@ def append_line(path: Path, line: str) -> None:
             with contextlib.suppress(OSError):
                 os.truncate(path, old_size)
         raise file_error(path, e) from e
-
-
-def _open_for_owner(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o644)  # only the owner may write
 
 
 @contextlib.contextmanager
