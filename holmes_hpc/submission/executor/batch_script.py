@@ -92,7 +92,7 @@ class JobRequest:
     def quote(self, text: str) -> str:
         """Return `text` quoted as one word of the batch script, with the job id in place of ``%j``."""
         job_id = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if self.array else '"$SLURM_JOB_ID"'
-        return component.shell_word(text, job_id)
+        return job_id.join(shlex.quote(part) if part else "" for part in text.split("%j")) or "''"
 
     def _file_pattern(self, path: str) -> str:
         """Return a path as a file name pattern of sbatch that replaces only ``%j``. Raise SubmissionError for a

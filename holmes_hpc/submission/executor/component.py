@@ -1,12 +1,11 @@
 """The request for one component of a job, and the quoting of values for ``#SBATCH`` lines and for the shell."""
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from holmes_hpc.errors import SubmissionError, nearest
+from holmes_hpc.errors import SubmissionError
 from holmes_hpc.tables import read_table
 
 Value = str | int | bool
@@ -41,14 +40,6 @@ def check_value(text: str, name: str) -> None:
         (any(0xD800 <= ord(c) <= 0xDFFF for c in text), f"{excerpt} is not Unicode text", "use UTF-8"),
         (size > MAX_VALUE_BYTES, f"{name} is {size} bytes long, more than sbatch reads", "shorten it"),
     )
-
-
-def shell_word(text: str, job_id: str = '"$SLURM_JOB_ID"') -> str:
-    """Return `text` quoted as one word for bash, with the shell code `job_id` in place of each ``%j``."""
-    if "\0" in text:
-        raise SubmissionError(f"{text[:40]!r} contains a zero byte", where="batch script", hint="remove it")
-    parts = [shlex.quote(part) if part else "" for part in text.split("%j")]
-    return job_id.join(parts) or "''"
 
 
 def as_list(value: Iterable[object] | None, key: str, where: str) -> tuple[str, ...]:
@@ -172,9 +163,8 @@ def parse_component(
     if not isinstance(values, Mapping):
         hint = "write {partition: …, nodes: …, tasks_per_node: …}"
         raise SubmissionError(f"{values!r} is not a mapping of options", where=where, hint=hint)
-    for key in values:
-        if ALIASES.get(key, key) not in (*COMPONENT_KEYS, "mem_gb"):
-            raise SubmissionError(f"unknown key {key!r}", where=where, hint=nearest(str(key), COMPONENT_KEYS))
+    unknown_keys = [key for key in values if ALIASES.get(key, key) not in (*COMPONENT_KEYS, "mem_gb")]
+    SubmissionError.refuse_unknown("unknown key", unknown_keys, COMPONENT_KEYS, where)
     settings = {**(defaults or {}), **{ALIASES.get(k, k): v for k, v in values.items() if v is not None}}
     if "mem_gb" in settings:
         settings["mem"] = format_memory(settings.pop("mem_gb"))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holmes_hpc.errors import SubmissionError
 from holmes_hpc.submission.executor.batch_script import JobRequest, directives, script_text
-from holmes_hpc.submission.executor.component import ComponentRequest, parse_component, sbatch_word, shell_word
+from holmes_hpc.submission.executor.component import ComponentRequest, parse_component, sbatch_word
 
 IB = ComponentRequest(2, 2, "ib", "nic_ib", gpus_per_node=2)
 ETH = ComponentRequest(1, 2, "eth", "nic_ethernet")
@@ -60,7 +60,7 @@ def test_control_characters_are_refused_in_directives(character: str, prefix: st
 @given(ANY)
 def test_shell_reads_quoted_words_unchanged(text: str) -> None:
     if "%j" not in text:
-        assert shlex.split(shell_word(text)) == [text]
+        assert shlex.split(JobRequest((IB,)).quote(text)) == [text]
 
 
 PRINT_STATUS = "echo $status-$signalled"
