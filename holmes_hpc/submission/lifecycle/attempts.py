@@ -28,6 +28,12 @@ def latest_attempt_log(run: RunDirectory) -> list[str] | None:
     return lines[starts[-1] + 1 :]
 
 
+def end_messages(run: RunDirectory) -> str:
+    """Return slurmd's messages about the end of the run's job and srun's about its tasks; empty before its start."""
+    batch_log = latest_attempt_log(run)
+    return "" if batch_log is None else "\n".join([*batch_log, *tail(run.logs / "srun.txt", 200)])
+
+
 def attempt_id(environ: Mapping[str, str]) -> str:
     """Return ``JOB_ID/RESTARTS`` for the attempt whose environment variables are `environ`."""
     return f"{environ.get(LEADER) or environ.get('SLURM_JOB_ID') or 'local'}/{environ.get('SLURM_RESTART_COUNT') or 0}"

@@ -16,24 +16,19 @@ import time
 from pathlib import Path
 
 from holmes_hpc.errors import HolmesError
-from holmes_hpc.records.logs import log_batch_line, tail
+from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
-from holmes_hpc.submission.lifecycle.attempts import has_recorded_end, latest_attempt_log, record_attempt_end
+from holmes_hpc.submission.lifecycle.attempts import end_messages, has_recorded_end, record_attempt_end
 from holmes_hpc.submission.lifecycle.create import is_being_submitted
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.lifecycle.requeue_decision import check_requeued_job, reason_to_stop
 
 JOB_RECORD_WAIT_S = 30.0  # the longest time from sbatch's answer until run.yaml has the job id
-
-
-def end_messages(run: RunDirectory) -> str:
-    """Return the text of slurmd's messages about the end of the job and of srun's about the end of its tasks."""
-    return "\n".join([*(latest_attempt_log(run) or ()), *tail(run.logs / "srun.txt", 200)])
 
 
 def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:

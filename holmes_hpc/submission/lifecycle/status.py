@@ -16,7 +16,7 @@ import psutil
 from holmes_hpc.errors import HolmesError, RecordError, SubmissionError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.find import name_of
-from holmes_hpc.records.logs import rank_logs, tail
+from holmes_hpc.records.logs import rank_logs
 from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import job_script, job_uid
@@ -24,7 +24,7 @@ from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmS
 from holmes_hpc.submission.executor.environment import component_ranks
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle import failed_rank
-from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log, state_detail
+from holmes_hpc.submission.lifecycle.attempts import end_messages, last_metrics, state_detail
 from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, SrunError
 from holmes_hpc.submission.lifecycle.outcome import SLURM_STATES, StateRow, build_result
 
@@ -303,11 +303,9 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     srun_errors, local = list[SrunError](), LocalExits()
     with contextlib.suppress(HolmesError, OSError):
-        batch_log = latest_attempt_log(run)
-        lines = [] if batch_log is None else [*batch_log, *tail(run.logs / "srun.txt", 200)]
         ranks_per_node = [part.gpus_per_node for part in Plan.read(run.plan_path).components]
         components = component_ranks(state.component_nodes, ranks_per_node)
-        srun_errors = failed_rank.parse_srun_errors("\n".join(lines), components)
+        srun_errors = failed_rank.parse_srun_errors(end_messages(run), components)
         if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
             local = failed_rank.read_local_exits(run.path / "submission", job_id)
     srun_errors += local.srun_errors(state.nodes)
