@@ -46,7 +46,6 @@ def _rows(cells: Mapping[str, str]) -> list[Row]:
             nodes=_or_empty(cells["nodes"]),
             reason=_or_empty(cells["reason"]),
             exit_code=_exit_status(cells.get("exit_code", "")),
-            restarts=int(cells.get("restarts") or 0),
             start=_number(cells.get("start", "")),
             token=_value(_TOKEN, cells.get("command", "")),
         )

@@ -50,7 +50,6 @@ class Row:
     nodes: str = ""
     reason: str = ""
     exit_code: int | None = None
-    restarts: int = 0
     start: float | None = None
     token: str = ""
 
@@ -70,7 +69,6 @@ class JobState:
     exit_code: int | None = None
     components: tuple[SlurmState, ...] = ()
     source: str = ""
-    restarts: int = 0
     unsettled: bool = False
     component_nodes: tuple[str, ...] = ()
     start: float | None = None
@@ -131,7 +129,6 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
         exit_code=code,
         components=tuple(states),
         source=source,
-        restarts=max(r.restarts for r in ordered),
         component_nodes=tuple(r.nodes for r in ordered),
         start=max((r.start for r in ordered if r.start), default=None) if state in WAITING else None,
     )
