@@ -37,8 +37,6 @@ class Node:
     cpus: int
     memory_mib: int
     gres: tuple[Gres, ...]
-    address: str = ""
-    version: str = ""
     reason: str = ""
     reservation: str = ""
     architecture: str = ""
@@ -200,8 +198,6 @@ def parse_node(line: str) -> Node:
         cpus=_int(record.get("CPUEfctv") or record.get("CPUTot")),
         memory_mib=_int(record.get("RealMemory")),
         gres=parse_gres(record.get("Gres", "")),
-        address=record.get("NodeAddr", ""),
-        version=record.get("Version", ""),
         reason=record.get("Reason", ""),
         reservation=record.get("ReservationName", ""),
         architecture=record.get("Arch", ""),
