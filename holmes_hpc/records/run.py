@@ -114,12 +114,10 @@ class RunDirectory:
             raise RecordError("it has no configuration", where=str(self.run_path), hint="start a new run")
         return config
 
-    def update_run(self, **values: Any) -> dict[str, Any]:
-        """Set top-level keys of run.yaml, one writer at a time. Return the new content of the whole file."""
+    def update_run(self, **values: Any) -> None:
+        """Set top-level keys of run.yaml, one writer at a time."""
         with locked(self.path / ".lock"):
-            data = {**self.read_run(), **values}
-            self._write_run(data)
-        return data
+            self._write_run({**self.read_run(), **values})
 
     def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
         """Record a new attempt of the run and return its number, from 1. Results of earlier attempts no longer count.
