@@ -122,15 +122,11 @@ def merge(present: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*remaining, *labels]))
 
 
-def changes(
-    nodes: Iterable[Node], expected: Mapping[str, Sequence[str]], fabrics: Mapping[str, str] | None = None
-) -> list[Change]:
-    """Return a Change for each node in `expected` (node -> features) and in `fabrics` (node -> its fabric's name)."""
-    fabrics = fabrics or {}
+def changes(nodes: Iterable[Node], expected: Mapping[str, Sequence[str]]) -> list[Change]:
+    """Return a Change for each node in `expected` (node -> the labels that it should have)."""
     by_name = {n.name: n for n in nodes}
     node_changes = []
-    for name in dict.fromkeys([*expected, *fabrics]):
-        labels = [*expected.get(name, ()), *([f"fabric_{fabrics[name]}"] if name in fabrics else [])]
+    for name, labels in expected.items():
         available, active = by_name[name].available, by_name[name].features
         node_changes.append(Change(name, available, merge(available, labels), active, merge(active, labels)))
     return node_changes

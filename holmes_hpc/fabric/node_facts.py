@@ -172,8 +172,10 @@ def propose(
         if name not in node_names:
             raise SiteError(f"no node {name!r}", where="label", hint=f"choose from {compress(node_names)}")
     facts, unanswered = ask_nodes([n for n in nodes if n.name in set(hosts)], NodeSettings(vocabulary))
-    labels = dict.fromkeys(hosts, fabric) if fabric else None
-    return changes(nodes, {f.node: f.expected_features for f in facts}, labels), unanswered
+    labels = {f.node: f.expected_features for f in facts}
+    for host in hosts if fabric else ():
+        labels[host] = (*labels.get(host, ()), f"fabric_{fabric}")
+    return changes(nodes, labels), unanswered
 
 
 def _unanswered(level: str, nodes: Sequence[Node | str], reason: str) -> Finding:

@@ -93,7 +93,7 @@ def test_merging_twice_changes_nothing_and_loses_nothing(present: list[str], nic
 
 def three() -> list[Change]:
     nodes = [node("ib1", "intel"), node("ib2", "intel"), node("ib3", "nic_ib,nic_200g,fabric_a")]
-    return changes(nodes, {n.name: ["nic_ib", "nic_200g"] for n in nodes}, {n.name: "a" for n in nodes})
+    return changes(nodes, {n.name: ["nic_ib", "nic_200g", "fabric_a"] for n in nodes})
 
 
 def test_lines_and_commands() -> None:
