@@ -100,7 +100,7 @@ def load_report(
     `simulate`: returns the simulated events (stage, kind, start_s, end_s) of the plan.yaml at a path. It is called for
     a single run with a trace. Raise RecordError if there are no runs."""
     frames: list[pd.DataFrame] = []
-    selections: list[tuple[str | os.PathLike[str], set[str], dict[str, str]]] = []
+    selections: list[tuple[str | os.PathLike[str], dict[str, str]]] = []
     loaded_paths: set[str] = set()
     for index, path in enumerate(paths):
         runs = load_runs(path)
@@ -112,7 +112,7 @@ def load_report(
         if set(names.values()) & {name for frame in frames for name in frame["run"]}:
             names = {key: f"{index + 1}:{name}" for key, name in names.items()}
         frames.append(runs.assign(run=runs["run"].map(names).astype("string")))
-        selections.append((path, set(runs["run"]), names))
+        selections.append((path, names))
     if not frames or not sum(map(len, frames)):
         hint = "give run directories, their names, or directories that hold runs"
         raise RecordError("no runs found", where=", ".join(map(str, paths)) or "runs", hint=hint)
@@ -127,12 +127,11 @@ def load_report(
     return Report(runs, steps, read_plan(run), comparison, trace, simulated)
 
 
-def _steps(selections: Sequence[tuple[str | os.PathLike[str], set[str], dict[str, str]]]) -> pd.DataFrame:
-    """Return the steps of the selected runs as one table. `selections`: (path, the runs below it to load, {run: its
-    name in the report})."""
+def _steps(selections: Sequence[tuple[str | os.PathLike[str], dict[str, str]]]) -> pd.DataFrame:
+    """Return the steps of the selected runs as one table. `selections`: (path, {run below it: name in the report})."""
     frames = [pd.DataFrame(columns=list(STEP_COLUMNS))] if not selections else []
-    for path, runs, names in selections:
-        steps = load_steps(path, runs=runs)
+    for path, names in selections:
+        steps = load_steps(path, runs=names)
         frames.append(steps.assign(run=steps["run"].astype("object").map(names)))
     frame = pd.concat(frames, ignore_index=True)
     return frame.assign(run=pd.Categorical(frame["run"], categories=frame["run"].unique()))
