@@ -8,7 +8,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +44,15 @@ def signal_message(number: int) -> str:
 
 
 @dataclass(frozen=True)
-class SrunError:
-    """One error message of srun about the end of tasks. `nodes`: host list; `tasks`: global ranks, see
-    :func:`parse_srun_errors`."""
+class FailedRank:
+    """A rank that failed, its node and its error message. None: unknown."""
 
-    nodes: str
-    tasks: tuple[int, ...]
-    message: str
-
-    @property
-    def is_signal(self) -> bool:
-        return self.message.startswith(_SIGNALS)
+    rank: int | None = None
+    node: str | None = None
+    error: str | None = None
 
 
-def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[SrunError]:
+def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[FailedRank]:
     """Return srun's errors about tasks in the order of `text`, in which tasks that srun terminated come last.
 
     In a step over several components, srun counts tasks from 0 in each component (measured on 22.05). `components`
@@ -68,38 +63,30 @@ def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> l
         if node := match[4]:
             for c in [c for c in components if node in c.nodes][:1]:
                 rank = c.first_rank + c.nodes.index(node) * c.tasks_per_node
-                errors.append(SrunError(node, (rank,), _NODE_FAILED))
+                errors.append(FailedRank(rank, node, _NODE_FAILED))
             continue
         if tasks := numbers(match[2].strip("[]"), MAX_TASKS):
             killed = f"{_BY_SIGNAL} 9 (SIGKILL): out of memory ({memory})" if memory else signal_message(signal.SIGKILL)
             with contextlib.suppress(SiteError):  # a rank may print such a line about no host
-                ranks = _global_ranks(match[1], tasks, components)
-                errors.append(SrunError(match[1], ranks, killed if match[3] == "Killed" else match[3]))
+                nodes, error = expand(match[1]), killed if match[3] == "Killed" else match[3]
+                nodes = nodes if len(nodes) == len(tasks) else nodes[:1] * len(tasks)
+                ranks = _global_ranks(nodes[0], tasks, components)
+                errors += [FailedRank(rank, node, error) for rank, node in zip(ranks, nodes, strict=True)]
     return errors
 
 
-def _global_ranks(nodes: str, tasks: Sequence[int], components: Sequence[ComponentRanks]) -> tuple[int, ...]:
-    """Return the global ranks of srun's task numbers on a host list. Numbers that do not fit the position of the first
-    node in its component are global already."""
-    first_node = expand(nodes)[0]
+def _global_ranks(first_node: str, tasks: list[int], components: Sequence[ComponentRanks]) -> list[int]:
+    """Return the global ranks of srun's task numbers on nodes. Numbers that do not fit the position of the first node
+    in its component are global already."""
     for component in components:
         if first_node in component.nodes:
             counts_in_component = tasks[0] // component.tasks_per_node == component.nodes.index(first_node)
-            return tuple(task + component.first_rank * counts_in_component for task in tasks)
-    return tuple(tasks)
-
-
-@dataclass(frozen=True)
-class FailedRank:
-    """The rank whose failure ended the run, its node and its error message. None: unknown."""
-
-    rank: int | None = None
-    node: str | None = None
-    error: str | None = None
+            return [task + component.first_rank * counts_in_component for task in tasks]
+    return tasks
 
 
 def find_failed_rank(
-    exits: Sequence[Mapping[str, Any]], srun_errors: Sequence[SrunError], ranks: int = 0, hosts: Sequence[str] = ()
+    exits: Sequence[Mapping[str, Any]], srun_errors: Sequence[FailedRank], ranks: int = 0, hosts: Sequence[str] = ()
 ) -> FailedRank:
     """Return the rank that failed first, not one that failed because of it.
 
@@ -119,14 +106,12 @@ def find_failed_rank(
     for failure in failures:
         if not any(text in str(failure.error) for text in _PEER_ERRORS):
             return failure
-    not_terminated = [error for error in srun_errors if error.message != "Terminated"]
-    unrecorded = [(error, task) for error in not_terminated for task in error.tasks if task not in recorded_ranks]
+    unrecorded = [e for e in srun_errors if e.error != "Terminated" and e.rank not in recorded_ranks]
     if unrecorded:
-        direct_errors = [pair for pair in unrecorded if pair[0].is_signal or pair[0].message == _NODE_FAILED]
-        error, task = (direct_errors or unrecorded)[0]
-        is_node = error.message == _NODE_FAILED
-        cause = f"node {error.nodes} failed" if is_node else f"rank {task} died: {error.message}"
-        return FailedRank(task, _node(error, task), cause)
+        first = next((e for e in unrecorded if str(e.error).startswith((*_SIGNALS, _NODE_FAILED))), unrecorded[0])
+        has_node_failed = first.error == _NODE_FAILED
+        cause = f"node {first.node} failed" if has_node_failed else f"rank {first.rank} died: {first.error}"
+        return replace(first, error=cause)
     silent_ranks = [rank for rank in range(ranks) if rank not in recorded_ranks]
     if silent_ranks and (failures or len(silent_ranks) < ranks):
         rank = silent_ranks[0]
@@ -135,15 +120,7 @@ def find_failed_rank(
         return FailedRank(rank, node, f"rank {rank} exited without an exit record{peer}")
     if failures:
         return failures[0]
-    if not srun_errors:
-        return FailedRank()
-    error, task = srun_errors[0], srun_errors[0].tasks[0]
-    return FailedRank(task, _node(error, task), f"rank {task}: {error.message}")
-
-
-def _node(error: SrunError, task: int) -> str:
-    nodes = expand(error.nodes)
-    return nodes[error.tasks.index(task)] if len(nodes) == len(error.tasks) else nodes[0]
+    return next((replace(e, error=f"rank {e.rank}: {e.error}") for e in srun_errors), FailedRank())
 
 
 @dataclass(frozen=True)
@@ -154,10 +131,10 @@ class LocalExits:
     is_terminated: bool = False
     codes: tuple[tuple[int, int], ...] = ()
 
-    def srun_errors(self, node: str) -> list[SrunError]:
+    def srun_errors(self, node: str) -> list[FailedRank]:
         """Return the errors that srun would report about these ranks."""
         messages = {r: f"exited with exit code {c}" if c > 0 else signal_message(-c) for r, c in self.codes if c}
-        return [SrunError(node, (rank,), message) for rank, message in messages.items()]
+        return [FailedRank(rank, node, message) for rank, message in messages.items()]
 
 
 def record_local_exits(folder: Path, job_id: str, terminated: bool, codes: Sequence[tuple[int, int]]) -> None:

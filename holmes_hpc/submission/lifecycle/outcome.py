@@ -21,7 +21,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import JobState, SlurmState
 from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log
-from holmes_hpc.submission.lifecycle.failed_rank import SIGKILL_CAUSES, FailedRank, SrunError, find_failed_rank
+from holmes_hpc.submission.lifecycle.failed_rank import SIGKILL_CAUSES, FailedRank, find_failed_rank
 
 TAIL_LINES = 20
 FINAL_FIGURES = (
@@ -93,7 +93,7 @@ def build_result(
     *,
     signalled: bool = False,
     slurm: JobState | None = None,
-    srun_errors: Iterable[SrunError] = (),
+    srun_errors: Iterable[FailedRank] = (),
 ) -> dict[str, Any]:
     """Return the content of result.json for the latest attempt. `status`: exit status of the job's step, None if
     unknown; `signalled`: the job received a signal; `slurm`: state of the job (no `source`: lost), None if unknown."""

@@ -25,7 +25,7 @@ from holmes_hpc.submission.executor.environment import component_ranks
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle import failed_rank
 from holmes_hpc.submission.lifecycle.attempts import end_messages, last_metrics, state_detail
-from holmes_hpc.submission.lifecycle.failed_rank import LocalExits, SrunError
+from holmes_hpc.submission.lifecycle.failed_rank import FailedRank, LocalExits
 from holmes_hpc.submission.lifecycle.outcome import SLURM_STATES, StateRow, build_result
 
 T = TypeVar("T", int, float)
@@ -301,7 +301,7 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     """Write result.json for a job whose batch script did not, and return its content. `state`: the job's.
     On a full disk, or if other users may write into the run directory, only return it."""
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
-    srun_errors, local = list[SrunError](), LocalExits()
+    srun_errors, local = list[FailedRank](), LocalExits()
     with contextlib.suppress(HolmesError, OSError):
         ranks_per_node = [part.gpus_per_node for part in Plan.read(run.plan_path).components]
         components = component_ranks(state.component_nodes, ranks_per_node)

@@ -47,12 +47,14 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_srun_errors_are_parsed() -> None:
-    assert [(e.nodes, e.tasks, e.is_signal) for e in parse_srun_errors(KILLED)] == [
-        ("roce1", (2,), True),
-        ("ib1", (0,), False),
-        ("ib[2-3]", (1, 3), False),
+    assert [(e.rank, e.node, e.error) for e in parse_srun_errors(KILLED)] == [
+        (2, "roce1", SIGKILLED),
+        (0, "ib1", "Exited with exit code 1"),
+        (1, "ib2", "Terminated"),
+        (3, "ib3", "Terminated"),
     ]
-    assert parse_srun_errors("srun: error: eth1: tasks 4-6: Exited with exit code 1")[0].tasks == (4, 5, 6)
+    several = parse_srun_errors("srun: error: eth1: tasks 4-6: Exited with exit code 1")
+    assert [(e.rank, e.node) for e in several] == [(4, "eth1"), (5, "eth1"), (6, "eth1")]
 
 
 PARTS = [ComponentRanks(("ib1", "ib2"), 0, 2), ComponentRanks(("roce1",), 4, 2), ComponentRanks(("eth1", "eth2"), 6, 1)]
@@ -69,7 +71,7 @@ PARTS = [ComponentRanks(("ib1", "ib2"), 0, 2), ComponentRanks(("roce1",), 4, 2),
     ],
 )
 def test_tasks_of_a_component_become_global_ranks(line: str, ranks: tuple[int, ...]) -> None:
-    assert parse_srun_errors(line, PARTS)[0].tasks == ranks
+    assert tuple(e.rank for e in parse_srun_errors(line, PARTS)) == ranks
 
 
 @pytest.mark.parametrize(
@@ -355,9 +357,9 @@ def test_result_is_json_with_all_keys(run: RunDirectory) -> None:
 def test_a_rank_killed_for_its_memory_is_reported_so(memory: str) -> None:
     killed = "srun: error: ib1: task 1: Killed\nsrun: error: ib2: task 0: Terminated\n"
     first, second = parse_srun_errors(f"{memory}\n{killed}")
-    assert first.message == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
-    assert first.is_signal and second.message == "Terminated"
-    assert parse_srun_errors(killed)[0].message == SIGKILLED
+    assert first.error == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
+    assert find_failed_rank([], [second, first]).rank == 1 and second.error == "Terminated"
+    assert parse_srun_errors(killed)[0].error == SIGKILLED
 
 
 def test_full_disk_that_left_no_exit_record_is_the_cause(
