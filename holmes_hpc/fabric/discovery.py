@@ -1,7 +1,7 @@
 """Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and probe jobs."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from holmes_hpc.errors import SiteError
@@ -278,24 +278,20 @@ def _fabric_source(pool: Pool, nodes: Sequence[SiteNode], tree: str | None) -> s
     return "assumed: no feature and no switch says which nodes RDMA joins" if pool.nic.rdma else "Ethernet only"
 
 
-def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Pattern[str]]) -> list[str]:
-    """Return the assumptions about these nodes, without those that match a pattern of `settled`."""
-    lines = []
+def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Pattern[str]]) -> Iterator[str]:
+    """Yield the assumptions about these nodes, without those that match a pattern of `settled`."""
     for line in grouping.assumptions:
         hosts, _, text = line.partition(": ")
         if not any(p.search(text) for p in settled) and not names.isdisjoint(expand(hosts)):
-            lines.append(f"assumed: {text}")
-    return lines
+            yield f"assumed: {text}"
 
 
-def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> list[str]:
-    """Return a line for each division of a pool's nodes: by blocks of the topology, or by racks that features name."""
+def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> Iterator[str]:
+    """Yield a line for each division of a pool's nodes: by blocks of the topology, or by racks that features name."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
     blocks = [topology.blocks[n.name] for n in nodes if n.name in topology.blocks]
-    lines = []
     for noun, values in (("blocks", blocks), *(("features", features) for _, features in families)):
         if len(names := list(dict.fromkeys(values))) > 1:
             shown = ", ".join(names[:4]) + (", …" if len(names) > 4 else "")
-            lines.append(f"unsure: the {noun} {shown} divide its nodes; if RDMA ends there, make a pool of each")
-    return lines
+            yield f"unsure: the {noun} {shown} divide its nodes; if RDMA ends there, make a pool of each"

@@ -1,6 +1,7 @@
 """The report as one self-contained HTML file, without scripts, readable on a phone."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,43 +71,41 @@ def _facts_by_loss(cells: pd.DataFrame) -> list[tuple[str, str]]:
     ]
 
 
-def _figures(report: Report) -> list[tuple[str, Any]]:
-    """Return (caption, figure) of all figures."""
+def _figures(report: Report) -> Iterator[tuple[str, Any]]:
+    """Yield (caption, figure) of all figures."""
     cells, runs = report.comparison.cells, report.comparison.runs
-    captioned: list[tuple[str, Any]] = []
     if cells.empty:
-        return captioned
+        return
     if report.single:
         stages = stage_breakdown(report.run)
         traffic = tables.traffic(report.run, report.plan)
         if stages:
             names = [f"stage {i}" for i in range(len(stages))]
-            captioned.append((tables.basis_note(report.run), figures.breakdown(names, stages)))
+            yield tables.basis_note(report.run), figures.breakdown(names, stages)
         if traffic:
-            captioned.append((tables.basis_note(report.run), figures.nic_bytes(traffic)))
+            yield tables.basis_note(report.run), figures.nic_bytes(traffic)
         if len(report.trace):
             caption = "one step of median length, first rank of each stage"
-            captioned.append((caption, figures.timeline(report.trace, report.simulated)))
-        captioned.append((tables.pace_note(report.run), figures.step_times(report.steps)))
+            yield caption, figures.timeline(report.trace, report.simulated)
+        yield tables.pace_note(report.run), figures.step_times(report.steps)
     else:
         pace_notes = " / ".join(dict.fromkeys(tables.pace_note(c) for _, c in compare.entries(cells)))
         note = "; ".join(filter(None, [figures.omission_note(cells), pace_notes]))
-        captioned.append((f"medians over runs, whiskers: 95% intervals; {note}", figures.throughput(cells)))
+        yield f"medians over runs, whiskers: 95% intervals; {note}", figures.throughput(cells)
         head = cells.head(figures.MAX_BARS)
-        captioned.append((note, figures.breakdown(compare.labels(head), head[list(PARTS)].to_dict("records"))))
+        yield note, figures.breakdown(compare.labels(head), head[list(PARTS)].to_dict("records"))
         if compare.scaled(cells):
-            captioned.append((pace_notes, figures.scaling(cells)))
+            yield pace_notes, figures.scaling(cells)
         if runs["predicted_step_time_s"].notna().any():
-            captioned.append((pace_notes, figures.predicted_measured(runs[runs["cell"] >= 0])))
+            yield pace_notes, figures.predicted_measured(runs[runs["cell"] >= 0])
     if report.steps["loss"].notna().any() and report.steps["run"].nunique() <= 8:
         known = runs.dropna(subset=["global_batch", "sequence_length"])
         tokens = (known["global_batch"] * known["sequence_length"]).astype(float)
         tokens_per_step = dict(zip(map(str, known["run"]), tokens, strict=True))
         by = "tokens" if len(set(tokens_per_step.values())) > 1 else "step"  # steps of different batches do not compare
-        captioned.append((f"by {by}s", figures.loss(report.steps, by, tokens_per_step)))
+        yield f"by {by}s", figures.loss(report.steps, by, tokens_per_step)
         if report.steps["time"].notna().any():
-            captioned.append(("by time since the run's start, without waits", figures.loss(report.steps, "time")))
-    return captioned
+            yield "by time since the run's start, without waits", figures.loss(report.steps, "time")
 
 
 def _notes(report: Report) -> list[str]:

@@ -1,7 +1,7 @@
 """The time limit of a run's job, compared with its predicted training time and the limits of its partitions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from holmes_hpc.config.slurm_settings import PoolSettings, SlurmSettings
 from holmes_hpc.planning.plan.plan import Plan
@@ -32,12 +32,10 @@ def requeue_warning(plan: Plan, steps: int, timeout_min: int | str) -> str | Non
     return f"slurm.timeout_min is {timeout_min}, and {need}: the job {end}; increase the time limit"
 
 
-def partition_warnings(plan: Plan, settings: SlurmSettings, partitions: Sequence[Partition]) -> list[str]:
-    """Return a warning for each component of `plan` whose partition has a lower time limit than the job."""
-    warnings = []
+def partition_warnings(plan: Plan, settings: SlurmSettings, partitions: Sequence[Partition]) -> Iterator[str]:
+    """Yield a warning for each component of `plan` whose partition has a lower time limit than the job."""
     for part in plan.components:
         pool_settings = (settings.pools or {}).get(part.pool) or PoolSettings()
         request = ComponentRequest(partition=part.partition, qos=pool_settings.qos or settings.qos)
         if error := time_limit_error(request, settings.timeout_min, partitions):
-            warnings.append(f"slurm.timeout_min: pool {part.pool}: {error}; {TIME_LIMIT_HINT}")
-    return warnings
+            yield f"slurm.timeout_min: pool {part.pool}: {error}; {TIME_LIMIT_HINT}"

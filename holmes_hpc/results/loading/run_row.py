@@ -79,16 +79,16 @@ def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
             yield f"{file}: {', '.join(fields)}"
 
 
-def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dict[str, Any] | None) -> list[str]:
-    """Return an error message for each file of a run that cannot be read, or only in part."""
-    damage = [f"metrics.jsonl: {counted(steps.broken, 'line')} cannot be read"] if steps.broken else []
+def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dict[str, Any] | None) -> Iterator[str]:
+    """Yield an error message for each file of a run that cannot be read, or only in part."""
+    if steps.broken:
+        yield f"metrics.jsonl: {counted(steps.broken, 'line')} cannot be read"
     if not len(steps) and mapping((result or {}).get("final")).get("step"):
-        damage.append("metrics.jsonl has no readable step")
+        yield "metrics.jsonl has no readable step"
     if row["attempts"] and not plan:
-        damage.append("plan.yaml cannot be read")
+        yield "plan.yaml cannot be read"
     if result is not None and not isinstance(result.get("state"), str):
-        damage.append("result.json cannot be read")
-    return damage
+        yield "result.json cannot be read"
 
 
 def _identity(record: dict[str, Any], steps: Steps, result: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Any, TypeVar, cast
@@ -222,19 +222,17 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
             SubmissionError.refuse(where, (num_nodes > len(union), problem, hint))
 
 
-def shortages(requests: Sequence[ComponentRequest]) -> list[str]:
-    """Return a line for each component for which this Slurm has too few nodes, and one if they have too few together.
-    Return none without Slurm."""
+def shortages(requests: Sequence[ComponentRequest]) -> Iterator[str]:
+    """Yield a line for each component for which this Slurm has too few nodes, and one if they have too few together;
+    none without Slurm."""
     nodes = _site_fact(read_nodes) or []
-    lines = []
     for index, request in enumerate(requests if nodes else ()):
         if (count := len(eligible_nodes(request, nodes))) < request.nodes:
-            lines.append(f"{describe(index, request)}: {count} nodes of this Slurm satisfy its conditions")
+            yield f"{describe(index, request)}: {count} nodes of this Slurm satisfy its conditions"
     try:
         check_fit(requests, nodes)
     except SubmissionError as e:
-        lines.append(str(e))
-    return lines
+        yield str(e)
 
 
 def find_warnings(

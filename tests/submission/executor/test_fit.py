@@ -187,4 +187,4 @@ def test_partitions_with_a_lower_time_limit_are_named() -> None:
     assert "pool eth-a" in other
     long_queue = SlurmSettings(timeout_min=240, pools={"eth-a": PoolSettings(qos="long")})
     assert [line.split(": ")[1] for line in partition_warnings(plan, long_queue, limits)] == ["pool ib-a"]
-    assert not partition_warnings(plan, SlurmSettings(timeout_min=120), limits)
+    assert not list(partition_warnings(plan, SlurmSettings(timeout_min=120), limits))
