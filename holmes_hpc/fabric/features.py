@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -307,8 +307,7 @@ def _compile(text: Any, where: str) -> re.Pattern[str]:
         return re.compile(text, re.IGNORECASE)
 
 
-def _parse_rules(entries: Any, where: str) -> list[Rule]:
-    rules = []
+def _parse_rules(entries: Any, where: str) -> Iterator[Rule]:
     for entry in _as_list(entries, where):
         section = f"{where}: features"
         if not isinstance(entry, dict) or "match" not in entry:
@@ -321,8 +320,7 @@ def _parse_rules(entries: Any, where: str) -> list[Rule]:
         with SiteError.instead_of(SiteError, where=f"{section}: {entry['match']}"):
             _names_in(entry)
         fixed = {k: entry[k] for k in _GROUPS if k in entry}
-        rules.append(Rule(pattern, fixed, bool(entry.get("own", False)), entry.get("unsupported")))
-    return rules
+        yield Rule(pattern, fixed, bool(entry.get("own", False)), entry.get("unsupported"))
 
 
 def _parse_gpu(entry: Any, where: str) -> tuple[re.Pattern[str], Gpu]:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import TypeVar
@@ -100,7 +100,7 @@ def group(
         notes.assume(members, f"{architecture}, not {first[0]}: set slurm.pools.POOL.python to a Python for them")
     for reason, members in _by(lambda n: notes.left_out[n.name], [n for n in nodes if n.name in notes.left_out]):
         notes.assume(members, f"left out: {reason}")
-    return Grouping(_named(pools), notes.lines(), notes.left_out)
+    return Grouping(tuple(_named(pools)), notes.lines(), notes.left_out)
 
 
 def _eligible(
@@ -184,17 +184,15 @@ def _kinds(nodes: Sequence[SiteNode], vocabulary: Vocabulary) -> list[tuple[Node
     return _by(lambda n: gpus_of[n.gres, n.features], nodes)
 
 
-def _named(pools: Sequence[Pool]) -> tuple[Pool, ...]:
-    """Return the pools with names: the fabric's if it has no other pool, else the fabric's with the GPU kind."""
+def _named(pools: Sequence[Pool]) -> Iterator[Pool]:
+    """Yield the pools with names: the fabric's if it has no other pool, else the fabric's with the GPU kind."""
     counts = Counter(pool.name for pool in pools)
     used_names: set[str | None] = set(counts)
-    named = []
     for pool in pools:
         if counts[pool.name] > 1:
             name = _unused_name(f"{pool.name}-{pool.gpu.name}", used_names)
             pool = replace(pool, name=name, fabric=pool.name)
-        named.append(pool)
-    return tuple(named)
+        yield pool
 
 
 def _pool(

@@ -4,7 +4,7 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import takewhile
 from operator import eq
@@ -133,13 +133,12 @@ class _Tree:
         return paths
 
 
-def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[str]) -> list[RdmaPort]:
+def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: list[str]) -> Iterator[RdmaPort]:
     base = f"class/infiniband/{device}"
     node_type = (tree.text(f"{base}/node_type") or "").partition(":")[0].strip()
     pci = tree.pci_path(f"{base}/device")
     physical = tree.target(f"{base}/device/physfn")
     nearest = _nearest_gpus(pci, gpus)
-    ports = []
     for port in tree.names(f"{base}/ports"):
         where = f"{base}/ports/{port}"
         if not port.isdecimal():
@@ -163,10 +162,7 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
             owner = _find_owner(tree, device, pci)
         interface = (tree.target(f"class/net/{owner}/master") if owner else None) or owner  # or its bond
         gbps = float(rate[1]) if rate else None
-        ports.append(
-            RdmaPort(device, int(port), kind, active, state, gbps, interface, index, gid, nearest, pci, physical)
-        )
-    return ports
+        yield RdmaPort(device, int(port), kind, active, state, gbps, interface, index, gid, nearest, pci, physical)
 
 
 def _port_kind(device: str, node_type: str, layer: str) -> str:

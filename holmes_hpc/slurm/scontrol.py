@@ -1,6 +1,7 @@
 """Nodes, partitions, topology and configuration from `scontrol show`, in the format of Slurm 22.05 to 26.05."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -122,17 +123,15 @@ class Config:
         """True if limits of associations and QOS are enforced."""
         return not {"limits", "safe", "all"}.isdisjoint(self.options("AccountingStorageEnforce"))
 
-    def hetjob_obstacles(self) -> list[tuple[str, str]]:
-        """Return (problem, fix) for each setting of the scheduler that prevents heterogeneous jobs."""
+    def hetjob_obstacles(self) -> Iterator[tuple[str, str]]:
+        """Yield (problem, fix) for each setting of the scheduler that prevents heterogeneous jobs."""
         scheduler = self.get("SchedulerType")
-        obstacles = []
         if scheduler != "sched/backfill":
             problem = f"SchedulerType is {scheduler or 'unknown'}: only sched/backfill starts heterogeneous jobs"
-            obstacles.append((problem, "set SchedulerType=sched/backfill"))
+            yield problem, "set SchedulerType=sched/backfill"
         if "disable_hetjob_steps" in self.options("SchedulerParameters"):
             problem = "SchedulerParameters has disable_hetjob_steps: no step can span the components of a job"
-            obstacles.append((problem, "remove disable_hetjob_steps"))
-        return obstacles
+            yield problem, "remove disable_hetjob_steps"
 
 
 @dataclass(frozen=True)

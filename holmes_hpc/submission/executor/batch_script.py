@@ -149,15 +149,14 @@ def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
     return " ".join(["bash" if setup else "sh", "-c", shlex.quote(lines), "task", *arguments])
 
 
-def directives(job: JobRequest) -> list[str]:
-    """Return the ``#SBATCH`` lines of a job's batch script."""
-    lines = []
+def directives(job: JobRequest) -> Iterator[str]:
+    """Yield the ``#SBATCH`` lines of a job's batch script."""
     for index, part in enumerate(job.components):
         if index:
-            lines.append("#SBATCH hetjob")
+            yield "#SBATCH hetjob"
         options = [*(job.options() if not index else []), *part.options()]
-        lines += [f"#SBATCH --{k}" if v is True else f"#SBATCH --{k}={component.sbatch_word(v, k)}" for k, v in options]
-    return lines
+        for k, v in options:
+            yield f"#SBATCH --{k}" if v is True else f"#SBATCH --{k}={component.sbatch_word(v, k)}"
 
 
 def _step(job: JobRequest, commands: Sequence[str]) -> str:

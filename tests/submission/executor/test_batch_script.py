@@ -317,7 +317,7 @@ def test_component_accepts_submitit_names() -> None:
 )
 def test_impossible_jobs_are_refused(arguments: dict[str, object], match: str) -> None:
     with pytest.raises(SubmissionError, match=match):
-        directives(JobRequest(**{"components": (IB,), **arguments}))  # type: ignore[arg-type]
+        list(directives(JobRequest(**{"components": (IB,), **arguments})))  # type: ignore[arg-type]
 
 
 @pytest.mark.integration
