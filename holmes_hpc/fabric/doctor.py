@@ -59,29 +59,27 @@ def _config_cases(config: Config) -> Iterator[tuple[bool, str, str, str]]:
     yield any("helpers" in p for p in config.options("NodeFeaturesPlugins")), "info", problem, hint
 
 
-def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Finding]:
-    """Report nodes that are not used, and features that are unknown, contradictory or incomplete."""
-    findings = [
-        Finding("warning", f"node {node}", f"not used: {reason}", "see `holmes nodes`", node)
-        for node, reason in grouping.left_out.items()
-        if "down, drained" not in reason
-    ]
+def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> Iterator[Finding]:
+    """Yield findings on nodes that are not used, and features that are unknown, contradictory or incomplete."""
+    for node, reason in grouping.left_out.items():
+        if "down, drained" not in reason:
+            yield Finding("warning", f"node {node}", f"not used: {reason}", "see `holmes nodes`", node)
     planned_states = {"MAINT", "MAINTENANCE", "POWERING_DOWN"}
     returning = [n.name for n in nodes if not n.usable and not planned_states.isdisjoint(n.states)]
     if returning:
         text, hint = "in maintenance or powering down, so not used", "wait, or see `scontrol show reservations`"
-        findings.append(Finding("info", f"nodes {compress(returning)}", text, hint))
+        yield Finding("info", f"nodes {compress(returning)}", text, hint)
     down = [n for n in nodes if not n.usable and n.name not in returning]
     for reason, members in grouped((n.reason.partition(" [")[0] or "no reason given", n.name) for n in down):
         hint = f"scontrol update NodeName={compress(members)} State=RESUME when repaired"
-        findings.append(Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}", hint))
+        yield Finding("warning", f"nodes {compress(members)}", f"down or drained: {reason}", hint)
     if features := list(dict.fromkeys(feature for n in nodes for feature in n.reading.unknown)):
         names = compress(n.name for n in nodes if n.reading.unknown)
         hint = "add rules for them to the site's own file (HOLMES_FEATURES), or list them there under ignored"
-        findings.append(Finding("info", f"nodes {names}", f"unknown features: {', '.join(features)}", hint))
+        yield Finding("info", f"nodes {names}", f"unknown features: {', '.join(features)}", hint)
     for n in (n for n in nodes if n.name not in grouping.left_out):
         for problem in n.reading.problems:
-            findings.append(Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name))
+            yield Finding("warning", f"node {n.name}", problem, f"holmes label {n.name}", n.name)
     for line in grouping.assumptions:
         nodes_text, _, assumption = line.partition(": ")
         level, hint = "info", "label them with `holmes label`"
@@ -90,64 +88,59 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> list[Findin
         if "skipped" in assumption or assumption.startswith("GPU "):
             hint = "see `holmes nodes`"
         if not any(text in assumption for text in ("left out", "CPU rank", "SXM assumed")):
-            findings.append(Finding(level, f"nodes {nodes_text}", assumption, hint))
-    return findings
+            yield Finding(level, f"nodes {nodes_text}", assumption, hint)
 
 
-def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> list[Finding]:
+def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> Iterator[Finding]:
     """Report the pools of the default partition, used by components without a partition, and closed partitions."""
-    findings: list[Finding] = []
     pool_of = {node: pool.name for pool in grouping.pools for node in pool.node_names}
     hint = "state -p and -C for every component (holmes submit does)"
     for default in [p for p in partitions if p.default]:
         where, pools = f"partition {default.name}", sorted({pool_of[n] for n in default.nodes if n in pool_of})
         if len(pools) > 1:
             several = f"the default partition has nodes of {len(pools)} pools ({', '.join(pools)})"
-            findings.append(Finding("warning", where, f"{several}: a component without -p or -C may get any", hint))
+            yield Finding("warning", where, f"{several}: a component without -p or -C may get any", hint)
         outside = ", ".join(pool.name for pool in grouping.pools if pool.partition != default.name)
         if outside and len(pools) == 1:
             problem = f"a component without a partition runs here, not on {outside}"
-            findings.append(Finding("info", where, problem, hint))
+            yield Finding("info", where, problem, hint)
     for name in (p.name for p in partitions if not p.up):
         hint = f"scontrol update PartitionName={name} State=UP"
-        findings.append(Finding("info", f"partition {name}", "closed, so not used", hint))
-    return findings
+        yield Finding("info", f"partition {name}", "closed, so not used", hint)
 
 
-def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
+def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> Iterator[Finding]:
     """Check the facts that nodes report: wrong features, Ethernet addresses, clocks, NCCL's choice of interface."""
-    findings: list[Finding] = []
     networks = Counter(f.network for f in facts if f.network)
     common_network = networks.most_common(1)[0][0] if networks else ""
     for f in facts:
         where = f"node {f.node}"
-        findings += f.findings
+        yield from f.findings
         if f.trouble:
             problem, _, hint = f.trouble.partition("; ")
             problem = f"no Ethernet address that others can reach: {problem}"
-            findings.append(Finding("error", where, problem, hint, f.node))
+            yield Finding("error", where, problem, hint, f.node)
         elif f.network != common_network:
             address = f"its Ethernet address {f.address} ({f.ethernet})"
             problem = f"{address} is not in the network {common_network} of others"
             hint = "check that a route leads there, and that it is the right interface"
-            findings.append(Finding("warning", where, problem, hint, f.node, f.ethernet))
+            yield Finding("warning", where, problem, hint, f.node, f.ethernet)
         if abs(f.skew_s) > MAX_SKEW_S:
             problem = f"its clock is {f.skew_s:+.0f} s off this machine's"
             hint = "start a time service there (chrony); munge refuses credentials at 300 s"
-            findings.append(Finding("warning", where, problem, hint, f.node))
+            yield Finding("warning", where, problem, hint, f.node)
         for note in (note for note in f.notes if " is DOWN" in note or "runs at" in note):
-            findings.append(Finding("warning", where, note, "check its cable and driver", f.node))
+            yield Finding("warning", where, note, "check its cable and driver", f.node)
     for file, nodes in grouped((f.missing, f.node) for f in facts if f.missing):
         problem = f"do not see this machine's {Path(file).parent}, the folder of the runs"
         hint = "keep runs on a file system that all nodes share: HOLMES_RUNS=DIR, or run_dir=DIR"
-        findings.append(Finding("error", f"nodes {compress(nodes)}", problem, hint))
+        yield Finding("error", f"nodes {compress(nodes)}", problem, hint)
     ipoib_nodes = [f.node for f in facts if f.ipoib]
     if ipoib_nodes and not env.get("NCCL_SOCKET_IFNAME"):
         names = sorted({name for f in facts for name in f.ipoib})
         problem = f"NCCL's default is {', '.join(names)} (IPoIB), which other fabrics cannot reach"
         hint = "set NCCL_SOCKET_IFNAME in your own jobs (training does)"
-        findings.append(Finding("info", f"nodes {compress(ipoib_nodes)}", problem, hint))
-    return findings
+        yield Finding("info", f"nodes {compress(ipoib_nodes)}", problem, hint)
 
 
 _SRUN = re.compile(r"^[ \t]*(?:exec\s+)?srun\b(?:[^\n]*\\\n)*[^\n]*", re.MULTILINE)
@@ -194,12 +187,13 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
 def diagnose(config: Config, listing: Listing, facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
     """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command."""
     nodes, grouping = listing.nodes, listing.grouping
-    findings = check_config(config) + check_features(nodes, grouping) + check_partitions(listing.partitions, grouping)
+    findings = [*check_config(config), *check_features(nodes, grouping)]
+    findings += check_partitions(listing.partitions, grouping)
     if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
     versions = {f.node: f.software for f in facts if f.software}
     findings += check_software(versions, software(), [n.name for n in nodes if n.gpus])
-    return ordered(findings + check_facts(facts, env) + refusals(env, {}, "", files=[]))
+    return ordered([*findings, *check_facts(facts, env), *refusals(env, {}, "", files=[])])
 
 
 @contextmanager
