@@ -4,7 +4,7 @@ import importlib.util
 import platform
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -41,28 +41,24 @@ def software() -> dict[str, str]:
 
 def check_software(
     nodes: Mapping[str, Mapping[str, str]], local: Mapping[str, str], gpu_nodes: Sequence[str] = ()
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Report software that keeps the `nodes` from training together, or that differs from this machine's.
     `nodes`: node -> its :func:`software`. `local`: that of this machine, which may lack packages. `gpu_nodes`: nodes
     that need a torch with CUDA."""
-    findings: list[Finding] = []
     for package in NEEDED:
         if nodes_without := [n for n, versions in nodes.items() if package not in versions]:
             hint = "pip install 'holmes-hpc[train]' into the environment that they share with this machine"
             hint += ", or let slurm.setup load the site's own (docs/install.md)"
             problem = f"their Python has no {package}"
-            findings.append(Finding("error", f"nodes {compress(nodes_without)}", problem, hint))
+            yield Finding("error", f"nodes {compress(nodes_without)}", problem, hint)
     if without_cuda := [n for n in gpu_nodes if "torch" in nodes.get(n, {}) and CUDA not in nodes[n]]:
         problem, hint = "have GPUs, but a torch built without CUDA", "install a CUDA build of torch (docs/install.md)"
-        findings.append(Finding("error", f"nodes {compress(without_cuda)}", problem, hint))
+        yield Finding("error", f"nodes {compress(without_cuda)}", problem, hint)
     for name in dict.fromkeys(name for versions in nodes.values() for name in versions):
         expected = local.get(name) or Counter(v[name] for v in nodes.values() if name in v).most_common(1)[0][0]
         where = "this machine has" if name in local else "others have"
         default = expected if name in NEEDED else "none"  # a lack of these is reported above
         deviating = grouped((v.get(name, "none"), n) for n, v in nodes.items() if v.get(name, default) != expected)
         hint = "use one environment, on a file system that all nodes share (docs/install.md)"
-        findings += [
-            Finding("warning", f"nodes {compress(members)}", f"{name} {value}, where {where} {expected}", hint)
-            for value, members in deviating
-        ]
-    return findings
+        for value, members in deviating:
+            yield Finding("warning", f"nodes {compress(members)}", f"{name} {value}, where {where} {expected}", hint)

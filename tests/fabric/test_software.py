@@ -11,7 +11,7 @@ def without(name: str) -> dict[str, str]:
 
 def test_alike_is_no_line_and_a_login_node_needs_no_torch() -> None:
     light = {k: GOOD[k] for k in ("python", "holmes-hpc")}
-    assert check_software({"a1": GOOD, "a2": GOOD}, light, ["a1", "a2"]) == []
+    assert list(check_software({"a1": GOOD, "a2": GOOD}, light, ["a1", "a2"])) == []
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_alike_is_no_line_and_a_login_node_needs_no_torch() -> None:
     ],
 )
 def test_what_differs_is_said_of_the_nodes_that_differ(odd: dict[str, str], says: str) -> None:
-    found = check_software({"a1": GOOD, "a2": GOOD, "a3": odd}, {"python": "3.11.7"}, ["a3"])
+    found = list(check_software({"a1": GOOD, "a2": GOOD, "a3": odd}, {"python": "3.11.7"}, ["a3"]))
     assert any(str(f).startswith(says) for f in found), [str(f) for f in found]
 
 

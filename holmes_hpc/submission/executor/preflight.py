@@ -237,22 +237,21 @@ def shortages(requests: Sequence[ComponentRequest]) -> Iterator[str]:
 
 def find_warnings(
     requests: Sequence[ComponentRequest], nodes: Sequence[Node], config: Config | None, limits: Mapping[str, int]
-) -> list[str]:
-    """Return warnings about a heterogeneous job that may never start, or may get unintended nodes.
+) -> Iterator[str]:
+    """Yield warnings about a heterogeneous job that may never start, or may get unintended nodes.
     `config`: None if Slurm does not report it; `limits`: {name: number} of the limits on the user's jobs."""
     if len(requests) < 2:
-        return []
-    warnings = [problem for problem, _ in (config.hetjob_obstacles() if config is not None else ())]
+        return
+    yield from (problem for problem, _ in (config.hetjob_obstacles() if config is not None else ()))
     for key, limit in limits.items():
         if limit < len(requests):
-            warnings.append(f"{key} is {limit}, and each of the {len(requests)} components counts as a job")
+            yield f"{key} is {limit}, and each of the {len(requests)} components counts as a job"
     for index, request in enumerate(requests):
         if not request.constraint and not request.nodelist and not _gpu_type(request):
             partition = f"partition {request.partition}" if request.partition else "the default partition"
-            warnings.append(f"component {index} has no constraint: it may get any node of {partition}")
+            yield f"component {index} has no constraint: it may get any node of {partition}"
     for (i, one), (j, other) in combinations(enumerate(requests), 2):
         names = sorted(eligible_nodes(one, nodes) & eligible_nodes(other, nodes))
         if names and one.partition != other.partition:
             excerpt = ", ".join(names[:3]) + ", …" * (len(names) > 3)
-            warnings.append(f"components {i} and {j} can get the same nodes ({excerpt}): partitions overlap")
-    return warnings
+            yield f"components {i} and {j} can get the same nodes ({excerpt}): partitions overlap"

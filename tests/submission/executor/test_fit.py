@@ -58,13 +58,13 @@ def test_gpu_types_limit_eligible_nodes() -> None:
     assert eligible_nodes(ComponentRequest(1, partition="ib", gpus_per_node=4), nodes) == {"n1", "n2", "n3"}
     with pytest.raises(SubmissionError, match="need 4 nodes together, but only 3"):
         check_fit([a100, h100, ComponentRequest(2, partition="ib", gpus_per_node=4)], nodes)
-    assert not find_warnings([a100, h100], nodes, None, {})
+    assert not list(find_warnings([a100, h100], nodes, None, {}))
 
 
 def test_warnings_about_jobs_that_may_not_start() -> None:
     parts = [ComponentRequest(1, partition="ib", constraint="nic_ib"), ComponentRequest(1, partition="all")]
     bad = Config({"SchedulerType": "sched/builtin", "SchedulerParameters": "disable_hetjob_steps"})
-    lines = find_warnings(parts, NODES, bad, {"MaxSubmit": 1})
+    lines = list(find_warnings(parts, NODES, bad, {"MaxSubmit": 1}))
     for word in (
         "sched/backfill",
         "disable_hetjob_steps",
@@ -73,10 +73,10 @@ def test_warnings_about_jobs_that_may_not_start() -> None:
         "partitions overlap",
     ):
         assert any(word in line for line in lines), (word, lines)
-    assert find_warnings([parts[0]], NODES, Config({"SchedulerType": "sched/builtin"}), {}) == []
+    assert list(find_warnings([parts[0]], NODES, Config({"SchedulerType": "sched/builtin"}), {})) == []
     good = [parts[0], ComponentRequest(1, partition="eth", constraint="nic_ethernet")]
-    assert find_warnings(good, NODES, Config({"SchedulerType": "sched/backfill"}), {"MaxJobs": 9}) == []
-    assert find_warnings(good, NODES, None, {}) == []
+    assert list(find_warnings(good, NODES, Config({"SchedulerType": "sched/backfill"}), {"MaxJobs": 9})) == []
+    assert list(find_warnings(good, NODES, None, {})) == []
 
 
 STARTS = """
