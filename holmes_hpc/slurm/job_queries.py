@@ -60,8 +60,8 @@ def _exit_status(text: str) -> int | None:
     return (code or 128 * bool(signal_number) + signal_number) if match else None
 
 
-def _job_field(job_id: str, field: str) -> str | None:
-    """Return a field of a job in squeue's format; None if Slurm does not know the job."""
+def job_field(job_id: str, field: str) -> str | None:
+    """Return a field of a job, named as in squeue's format; None if Slurm does not know the job."""
     answer = slurm("squeue", "--noheader", f"--jobs={job_id}", "--states=all", f"--format=%i {field}")
     line = answer.out.strip().partition("\n")[0] if answer.ok else ""
     return line.partition(" ")[2].strip() if line else None
@@ -69,13 +69,8 @@ def _job_field(job_id: str, field: str) -> str | None:
 
 def job_uid(job_id: str) -> int | None:
     """Return the user id of a job's owner; None if Slurm does not know the job."""
-    uid = _job_field(job_id, "%U")
+    uid = job_field(job_id, "%U")
     return int(uid) if uid and uid.isdecimal() else None
-
-
-def job_script(job_id: str) -> str | None:
-    """Return the path of a job's batch script, as given to sbatch; None if Slurm does not know the job."""
-    return _job_field(job_id, "%o")
 
 
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:

@@ -19,7 +19,7 @@ from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import rank_logs
 from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_queries import job_script, job_uid
+from holmes_hpc.slurm.job_queries import job_field, job_uid
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState, joined_members
 from holmes_hpc.submission.executor.environment import component_ranks
 from holmes_hpc.submission.executor.job import SlurmHetJob
@@ -59,7 +59,7 @@ class SlurmJob:
     def cancel(self) -> None:
         folder = self._job.paths.folder
         # A run that the user's own batch script started has no script in its directory.
-        script = job_script(self.id) if any(folder.glob("*.sh")) else None
+        script = job_field(self.id, "%o") if any(folder.glob("*.sh")) else None  # its path, as given to sbatch
         if script is not None and os.path.realpath(os.path.dirname(script)) != os.path.realpath(folder):
             problem = f"the batch script of job {self.id} is not in this run's directory: it may be of another run"
             hint = f"if the directory was moved meanwhile, use `scancel {self.id}`"
