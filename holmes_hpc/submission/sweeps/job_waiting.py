@@ -84,12 +84,10 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
     ended, state = None, JobState("COMPLETED")
     while job.handle is not None:
         state = job.handle.state("standard")
-        if state.ended:
-            ended = ended or time.monotonic()
-            if run.read_result() is not None or time.monotonic() - ended > SETTLE_S * (job.entry.where == "slurm"):
-                break
-        else:
-            ended = None
+        ended = (ended or time.monotonic()) if state.ended else None
+        settle_s = SETTLE_S * (job.entry.where == "slurm")
+        if ended and (run.read_result() is not None or time.monotonic() - ended > settle_s):
+            break
         on_poll()
         time.sleep(PAUSE_S)
     result = run.read_result() or record_end(run, state)
