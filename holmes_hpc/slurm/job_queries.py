@@ -2,7 +2,7 @@
 
 import re
 import signal
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -30,8 +30,8 @@ def _parse(text: str, fields: Iterable[str]) -> list[Row]:
     return [row for cells in lines if "name" in cells for row in _rows(cells)]
 
 
-parse_sacct = partial(_parse, fields=_SACCT)  # the output of sacct_command
-parse_squeue = partial(_parse, fields=_SQUEUE)  # the output of squeue_command
+parse_sacct: Callable[[str], list[Row]] = partial(_parse, fields=_SACCT)  # the output of sacct_command
+parse_squeue: Callable[[str], list[Row]] = partial(_parse, fields=_SQUEUE)  # the output of squeue_command
 
 
 def _rows(cells: Mapping[str, str]) -> list[Row]:
