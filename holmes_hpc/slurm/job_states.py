@@ -113,8 +113,6 @@ def _common_state(states: Sequence[SlurmState]) -> SlurmState:
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     """Return the state of one job from the rows of its components. `source`: the command that reported them."""
     ordered = sorted(rows, key=lambda r: r.offset)
-    if not ordered:
-        return JobState()
     states = [r.state for r in ordered]
     state = _common_state(states)
     active = state in ACTIVE
