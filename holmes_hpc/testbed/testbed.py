@@ -9,7 +9,6 @@ import hashlib
 import os
 import secrets
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from holmes_hpc.testbed.network import Wiring
 from holmes_hpc.testbed.record import FILE, Record, locked, remove_files, state_dir
 from holmes_hpc.testbed.slurmconf import CLUSTER, MUNGE, Paths
 from holmes_hpc.testbed.topology import Topology
+from holmes_hpc.waiting import attempts
 
 READY_S = 60
 UNAVAILABLE = ("down", "error", "fail", "inval", "unknown")  # starts of node states that show a fault
@@ -172,19 +172,17 @@ def is_registered(state: str) -> bool:
 
 def _wait_for_nodes(testbed: Testbed, progress: Show, check_alive: Callable[[], None]) -> None:
     """Wait until every node is registered. `check_alive`: raises TestbedError if a slurmd has died."""
-    start, show = time.monotonic(), sparsely(progress, daemons.PROGRESS_S)
-    while True:
+    show = sparsely(progress, daemons.PROGRESS_S)
+    for left_s in attempts(READY_S, 0.1):
         states = _node_states(testbed)
         unregistered = [node for node, state in states.items() if not is_registered(state)]
         check_alive()
         if not unregistered:
             return
-        if (waited_s := time.monotonic() - start) > READY_S:
-            node_states = ", ".join(f"{node} is {states[node]}" for node in unregistered[:5])
-            hint = f"check that no firewall drops traffic of {testbed.wiring.uplink}"
-            raise TestbedError(f"{node_states} after {READY_S} s", where="testbed", hint=hint)
-        show(f"waiting for {', '.join(unregistered)} to register, {waited_s:.0f} s of at most {READY_S}")
-        time.sleep(0.1)
+        show(f"waiting for {', '.join(unregistered)} to register, {READY_S - left_s:.0f} s of at most {READY_S}")
+    node_states = ", ".join(f"{node} is {states[node]}" for node in unregistered[:5])
+    hint = f"check that no firewall drops traffic of {testbed.wiring.uplink}"
+    raise TestbedError(f"{node_states} after {READY_S} s", where="testbed", hint=hint)
 
 
 # --- status and repair ------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ before the final one. ``--again``: the job was requeued and starts again, see :f
 import contextlib
 import os
 import sys
-import time
 from pathlib import Path
 
 from holmes_hpc.errors import HolmesError
@@ -27,6 +26,7 @@ from holmes_hpc.submission.lifecycle.create import is_being_submitted
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.lifecycle.requeue_decision import check_requeued_job, reason_to_stop
+from holmes_hpc.waiting import attempts
 
 JOB_RECORD_WAIT_S = 30.0  # the longest time from sbatch's answer until run.yaml has the job id
 
@@ -70,13 +70,10 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
 def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
     """Return whether run.yaml names another job, so that this job must not record the run's end; if so, log it.
     If the job ends while it is still being submitted, wait until its id is recorded."""
-    deadline = time.monotonic() + JOB_RECORD_WAIT_S
-    while (
-        str(recorded_id := (run.read_run()["slurm"] or {}).get("job_id")) != job_id
-        and is_being_submitted(run.path)
-        and time.monotonic() < deadline
-    ):
-        time.sleep(0.2)
+    for _ in attempts(JOB_RECORD_WAIT_S, 0.2):
+        recorded_id = (run.read_run()["slurm"] or {}).get("job_id")
+        if str(recorded_id) == job_id or not is_being_submitted(run.path):
+            break
     is_another = bool(job_id) and recorded_id is not None and str(recorded_id) != job_id
     if is_another:
         log_batch_line(f"{run.path} belongs to job {recorded_id}; the end of job {job_id} is not recorded")
