@@ -222,7 +222,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             launched.append(LaunchedJob(old.job, job.config, *handles, is_cached=old.is_completed))
             return
         self._wait_for_slot(progress, planned=job.planned is not None)
-        log.info(str(job))
+        log.info(f"\t#{job.num} : {' '.join(filter_overrides(job.overrides))}")
         with uninterrupted():
             new = self._submit_plain(manifest, job) if job.planned is None else self._submit_planned(manifest, job)
             launched.append(new)

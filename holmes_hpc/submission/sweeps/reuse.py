@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hydra.core.utils import filter_overrides
 from omegaconf import DictConfig, OmegaConf
 
 from holmes_hpc import console
@@ -74,9 +73,6 @@ class Candidate:
             program=self.program.digest if self.program else "",
             **submission_fields,
         )
-
-    def __str__(self) -> str:
-        return f"\t#{self.num} : {' '.join(filter_overrides(self.overrides))}"
 
 
 @dataclass(frozen=True)
