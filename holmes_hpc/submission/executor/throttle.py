@@ -41,10 +41,6 @@ class JobQueue:
             return None
         return chain_ends[0]
 
-    def successor(self, job: str) -> str | None:
-        """Return the job that depends on `job`; None if there is none."""
-        return next((waiting for waiting, predecessor in self.waits.items() if predecessor == job), None)
-
     def dependency(self, job: str) -> str:
         return ",".join(d for d in (self.common_dependency, f"afterany:{job}") if d)
 
@@ -87,7 +83,7 @@ def release_next(path: Path, job: str) -> None:
         if job in queue.ended:
             return
         queue.ended.append(job)
-        successor = queue.successor(job)
+        successor = next((waiting for waiting, predecessor in queue.waits.items() if predecessor == job), None)
         for candidate in queue.order:
             predecessor = queue.waits.get(candidate)
             if candidate == successor:
@@ -107,13 +103,12 @@ def _set_dependency(job: str, dependency: str) -> bool:
     return slurm("scontrol", "update", f"JobId={job}", f"Dependency={dependency}", timeout_s=10).ok
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     try:
         release_next(Path(arguments[0]), arguments[1])
     except (HolmesError, OSError, ValueError, TypeError) as e:  # the queue continues without this call, only slower
         print(f"holmes: {e}", file=sys.stderr)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
