@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.records.locks import has_owner
 from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import slurm
@@ -22,7 +23,7 @@ from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
 from holmes_hpc.submission.lifecycle.attempts import end_messages, has_recorded_end, record_attempt_end
-from holmes_hpc.submission.lifecycle.create import is_being_submitted
+from holmes_hpc.submission.lifecycle.create import LOCK
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
 from holmes_hpc.submission.lifecycle.requeue_decision import check_requeued_job, reason_to_stop
@@ -72,7 +73,7 @@ def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
     If the job ends while it is still being submitted, wait until its id is recorded."""
     for _ in attempts(JOB_RECORD_WAIT_S, 0.2):
         recorded_id = (run.read_run()["slurm"] or {}).get("job_id")
-        if str(recorded_id) == job_id or not is_being_submitted(run.path):
+        if str(recorded_id) == job_id or not has_owner(run.path / LOCK):
             break
     is_another = bool(job_id) and recorded_id is not None and str(recorded_id) != job_id
     if is_another:

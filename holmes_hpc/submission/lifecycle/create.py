@@ -19,7 +19,7 @@ from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import check_fp8, check_site, costs, pace, site
 from holmes_hpc.records.find import runs_root
-from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, has_owner, hold_lock, is_locked, refuse_replaced
+from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, hold_lock, is_locked, refuse_replaced
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES, STATES
@@ -56,11 +56,6 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
         if is_new:
             with contextlib.suppress(OSError):
                 os.rmdir(path)
-
-
-def is_being_submitted(path: Path) -> bool:
-    """Return whether a process is submitting the job of the run in `path`, or was killed while it did so."""
-    return has_owner(path / LOCK)
 
 
 def files_without_lock(path: Path) -> list[str]:

@@ -24,11 +24,12 @@ from holmes_hpc.cli import status as status_commands
 from holmes_hpc.config import composition
 from holmes_hpc.config.composition import load
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
+from holmes_hpc.records.locks import has_owner
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.slurm.scontrol import Config
 from holmes_hpc.submission.lifecycle import batch_end, batch_start, create, progress, status
-from holmes_hpc.submission.lifecycle.create import hold_submission_lock, is_being_submitted
+from holmes_hpc.submission.lifecycle.create import LOCK, hold_submission_lock
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
 PAIRS = 50
@@ -141,7 +142,7 @@ def test_two_submits_into_one_directory_make_one_job(jobs: Jobs, tmp_path: Path)
     refused = at_once(*[lambda: submit_to(tmp_path / "run")] * 2)
     assert len(jobs.states) == 1 and len(refused) == 1
     assert "in use by `holmes submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
-    assert not is_being_submitted(tmp_path / "run")
+    assert not has_owner(tmp_path / "run" / LOCK)
 
 
 def test_two_resumes_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_pairs_of_commands_on_one_run(seed: int, jobs: Jobs, tmp_path: Path) -> 
         assert len(jobs.alive) <= 1, (seed, pair, one, other)
         assert str(record["slurm"]["job_id"]) == str(len(jobs.states)), (seed, pair, one, other)
         assert record["config"] and record["plan_id"] and record["overrides"] == []
-    assert len(jobs.states) > 3 and not is_being_submitted(tmp_path / "run")
+    assert len(jobs.states) > 3 and not has_owner(tmp_path / "run" / LOCK)
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "plan.yaml", "logs", "submission"])
