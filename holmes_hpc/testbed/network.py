@@ -251,8 +251,7 @@ def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
     for name in namespaces:
         if (RUN_NETNS / name).exists():
             run(["ip", "netns", "del", name])
-    if succeeds(["ip", "link", "show", uplink]):
-        succeeds(["ip", "link", "del", uplink])
+    succeeds(["ip", "link", "del", uplink])
     if run_netns != "mounted" and netns_folder_state() == "mounted" and not os.listdir(RUN_NETNS):
         succeeds(["umount", "--lazy", str(RUN_NETNS)])
         if run_netns == "absent":
