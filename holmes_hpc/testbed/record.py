@@ -97,8 +97,8 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
 
     `create`: create a missing directory, else raise FileNotFoundError. The lock is on the directory itself, so it needs
     no file elsewhere. `down` removes the directory while others wait for the lock; they then lock the new one."""
-    has_created = False
     while True:
+        has_created = False
         if create and not directory.is_dir():
             try:
                 directory.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,6 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
                 return
             if not create:
                 raise FileNotFoundError(directory)
-            has_created = False
         finally:
             os.close(handle)
 
