@@ -307,14 +307,13 @@ class Site(Checked, where="site {0.name}", error=SiteError):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`from_dict`. Pools that are fabrics by themselves are listed as `fabrics`."""
-        data: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        pools = [{k: v for k, v in pool.items() if v or k not in _NEWER_KEYS} for pool in data["pools"]]
+        pools: list[dict[str, Any]] = json.loads(json.dumps([asdict(pool) for pool in self.pools]))
+        pools = [{k: v for k, v in pool.items() if v or k not in _NEWER_KEYS} for pool in pools]
         for pool in pools:
             pool["gpu"] = {k: v for k, v in pool["gpu"].items() if v is not None}
         key_name = "pools" if any("fabric" in pool for pool in pools) else "fabrics"
-        data = {key_name if k == "pools" else k: pools if k == "pools" else v for k, v in data.items()}
-        data["links"] = [link.to_dict() for link in self.links]
-        return data if self.links else {k: v for k, v in data.items() if k != "links"}
+        links = {"links": [link.to_dict() for link in self.links]} if self.links else {}
+        return {"name": self.name, key_name: pools, "assumptions": list(self.assumptions), **links}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Site":
