@@ -88,9 +88,8 @@ def mape(predicted: ArrayLike, measured: ArrayLike) -> float:
 
 
 def fraction_of_homogeneous(hybrid: float, homogeneous: Iterable[float]) -> float:
-    """Return the throughput `hybrid` over the mean of the throughputs `homogeneous`; NaN if there are none."""
-    rates = list(homogeneous)
-    return float(hybrid / np.mean(rates)) if rates else math.nan
+    """Return the throughput `hybrid` over the mean of the throughputs `homogeneous`."""
+    return float(hybrid / np.mean(list(homogeneous)))
 
 
 def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.float64]:
