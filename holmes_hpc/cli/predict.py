@@ -109,7 +109,7 @@ def predict(
         software, overrides = _with_megatron(megatron_args, software, overrides)
     config = _configuration(overrides, plan_path)
     if config.plan_file:
-        _refuse_layout([*flags, *software.layout_options], overrides)
+        _refuse_layout({**flags, "--gpu": gpu, "--sharding": software.facts.get("sharding")}, overrides)
         plan = Plan.read(config.plan_file)
         plan = replace(plan, site=software.applied_to(plan.site, {c.pool for c in plan.components}))
         costs = software.costs(config, plan.parallel.sequence_parallel, plan.recompute, plan)
@@ -139,12 +139,6 @@ class _Software:
     facts: Mapping[str, Any]
     gpu: str | None
     is_megatron: bool = False
-
-    @property
-    def layout_options(self) -> list[str]:
-        """The options on the command line whose values a finished plan contains."""
-        options = {"--gpu": self.gpu, "--sharding": self.facts.get("sharding")}
-        return [name for name, value in options.items() if value is not None]
 
     def applied_to(self, site: Site, pools: Collection[str] = ()) -> Site:
         """Return `site` with the GPU kind and the software of these options.
@@ -215,8 +209,10 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
     return from_dict({**data, "plan_file": plan_file})
 
 
-def _refuse_layout(names: Sequence[str], overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the user set a part of the layout (by an option in `names` or an override) beside a PLAN."""
+def _refuse_layout(options: Mapping[str, Any], overrides: Sequence[str]) -> None:
+    """Raise ConfigError if the user set a part of the layout (by an option or an override) beside a PLAN.
+    `options`: {name: value}, None without the option."""
+    names = [name for name, value in options.items() if value is not None]
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
     for name in [*fixed, *filter(is_fixed_by_plan, overrides)]:
         hint = "leave it out, or give --site FILE with a layout"
