@@ -213,10 +213,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return " ".join(numbers if len(numbers) <= 6 else [*numbers[:4], "…", numbers[-1]])
 
 
-def incomplete_table(run: Mapping[str, Any]) -> Table | None:
-    """Return the table of how an incomplete run ended: state, error, failed rank, steps; None for a completed run."""
-    if run["state"] == "completed":
-        return None
+def incomplete_table(run: Mapping[str, Any]) -> Table:
+    """Return the table of how an incomplete run ended: state, error, failed rank, steps."""
     rank = f"{run['failed_rank']} on {run['failed_node']}" if has_value(run["failed_rank"]) else None
     records = {"state": run["state"], "error": run["error"], "rank": rank}
     rows = [[name, str(value)] for name, value in records.items() if has_value(value)]
@@ -227,8 +225,7 @@ def incomplete_table(run: Mapping[str, Any]) -> Table | None:
 
 def one_run(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[Table]:
     """Return all tables of one run, the most important first."""
-    incomplete = incomplete_table(run)
-    tables = [incomplete] if incomplete else []
+    tables = [incomplete_table(run)] if run["state"] != "completed" else []
     if has_value(run["steps"]) and run["steps"]:
         tables += [throughput(run, plan), stages(run, plan), traffic_table(run, plan)]
     return [*tables, transports_table(run, plan)] if plan.get("transports") else tables
