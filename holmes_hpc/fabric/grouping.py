@@ -143,7 +143,7 @@ def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes
             assert nic is not None
             name = f"{label}-{nic}" if len(types) > 1 else str(label)
             while remaining:
-                options = _partitions(remaining, open_)
+                options = [p for name, p in open_.items() if any(name in n.partitions for n in remaining)]
                 ranked = ranked_partitions(remaining, eligible, options, purest=label is None)
                 best = partition = next(iter(ranked))
                 if label is None:
@@ -162,11 +162,6 @@ def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes
                         notes.assume(selected, f"{text}; partitions=[{p.name}] uses it")
                 groups.append(_Group(name, nic, partition, tuple(selected)))
     return groups
-
-
-def _partitions(nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> list[Partition]:
-    """Return the open partitions of the nodes."""
-    return [open_[name] for name in dict.fromkeys(p for n in nodes for p in n.partitions) if name in open_]
 
 
 def _unused_name(name: str, used_names: set[str | None]) -> str:
