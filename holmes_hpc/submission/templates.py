@@ -106,13 +106,12 @@ def templates() -> dict[str, str]:
     return templates
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str]) -> None:
     directory = Path(arguments[0] if arguments else "slurm")
     for name, text in templates().items():
         (directory / name).write_text(text, encoding="utf-8")
         print(directory / name)
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
