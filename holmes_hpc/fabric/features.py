@@ -142,7 +142,6 @@ class Reading:
     rdma_gbps: float | None = None
     ethernet_gbps: float | None = None
     fabric: str | None = None
-    gpu: str | None = None
     meanings: tuple[Meaning, ...] = ()
     unknown: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = field(default=())
@@ -177,14 +176,12 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
         elif nic is NicType.ROCE and ethernet is not None and not any(m.is_label and m.ethernet for m in meanings):
             rate = ethernet
             assumptions.append(f"the Ethernet rate {rate:g} Gb/s also serves RoCE; label nic_<rate>g and eth_<rate>g")
-    gpu = next((m.gpu for m in meanings if m.gpu), None)
     names = _merge_names(meanings, problems)
     return Reading(
         nic,
         rdma_gbps=rate,
         ethernet_gbps=ethernet,
         fabric=fabrics[0] if len(fabrics) == 1 else None,
-        gpu=gpu,
         meanings=tuple(meanings),
         unknown=unknown,
         assumptions=tuple(assumptions),
