@@ -19,13 +19,9 @@ def runs_root(root: str | os.PathLike[str] | None = None) -> Path:
     return Path(root if root is not None else os.environ.get("HOLMES_RUNS") or "runs")
 
 
-def run_directories(root: str | os.PathLike[str]) -> Iterator[RunDirectory]:
-    """Yield every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
-    for directory, subdirectories, files in os.walk(root, followlinks=False):
-        if "run.yaml" in files:
-            subdirectories.clear()  # runs do not nest
-            yield RunDirectory(directory)
-        subdirectories[:] = sorted(name for name in subdirectories if name not in SKIPPED)
+def run_directories(root: str | os.PathLike[str]) -> list[RunDirectory]:
+    """Return every run at or below `root` (single runs, Hydra multirun trees, sweeps), in order of path."""
+    return [RunDirectory(path) for path in sorted(Path(path) for _, path, _ in _changes(os.fspath(root)))]
 
 
 def recent_runs(root: str | os.PathLike[str], count: int) -> tuple[list[RunDirectory], int]:
@@ -43,8 +39,8 @@ def recent_runs(root: str | os.PathLike[str], count: int) -> tuple[list[RunDirec
 
 
 def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
-    """Yield (time of the last change, path, whether it has a result) of every run at or below `directory`. It opens no
-    run's directory, for speed."""
+    """Yield (time of the last change, path, whether it has a result) of every run at or below `directory`. Runs do
+    not nest. It opens no run's directory, for speed."""
     if created := _modified(f"{directory}/run.yaml"):
         ended = _modified(f"{directory}/result.json")  # written last
         yield ended or max(created, _modified(f"{directory}/metrics.jsonl")), directory, ended > 0
@@ -91,7 +87,7 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
     for path in (Path(reference), base / reference):
         if RunDirectory(path).exists():
             return RunDirectory(path)
-    runs = list(run_directories(base)) if base.is_dir() else []
+    runs = run_directories(base)
     records = {run: _read_run(run) for run in runs} if reference.isdecimal() else {}
     creation_times = {r: str(d["created"] or "") for r, d in records.items() if d and int(reference) in job_ids(d)}
     if creation_times:
