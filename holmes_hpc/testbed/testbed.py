@@ -9,7 +9,7 @@ import hashlib
 import os
 import secrets
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,9 +131,7 @@ def _create(directory: Path, text: str, release: str, prefix: str, is_new: bool,
     daemons.write_files(testbed)
     daemons.create_database(testbed)
     progress("starting Slurm's daemons")
-    _start_servers(testbed, testbed.servers, progress)
-    slurmds = (daemons.slurmd_daemon(testbed, node.name) for node in layout.nodes)
-    _wait_for_nodes(testbed, progress, daemons.start(slurmds, testbed, READY_S, progress))
+    _start_daemons(testbed, _daemons_alive(testbed), progress)  # none is alive yet
     replace(record, ready=True).write(directory)
 
 
@@ -150,13 +148,17 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
     return Record(prefix, subnet, ports, secrets.token_hex(16), release, text, namespaces, is_new, run_netns)
 
 
-def _start_servers(testbed: Testbed, programs: Sequence[str], progress: Show) -> None:
-    """Start the servers named in `programs`, each after those that it needs; before slurmctld, record its cluster."""
+def _start_daemons(testbed: Testbed, names: Collection[str], progress: Show) -> None:
+    """Start the daemons `names`, each after those that it needs, and wait until every node is registered.
+    Before slurmctld, record its cluster."""
     query = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
-    for program in (name for name in testbed.servers if name in programs):
+    for program in (name for name in testbed.servers if name in names):
         if program == "slurmctld" and CLUSTER not in testbed.slurm(query, daemon="slurmdbd").split():
             testbed.slurm(["sacctmgr", "-i", "add", "cluster", CLUSTER], daemon="slurmdbd")
         daemons.start([daemons.server_daemon(testbed, program)], testbed, READY_S, progress)
+    nodes = [node.name for node in testbed.wiring.topology.nodes if f"slurmd.{node.name}" in names]
+    slurmds = [daemons.slurmd_daemon(testbed, name) for name in nodes]
+    _wait_for_nodes(testbed, progress, daemons.start(slurmds, testbed, READY_S, progress))
 
 
 def _node_states(testbed: Testbed) -> dict[str, str]:
@@ -212,10 +214,7 @@ def _repair(testbed: Testbed, progress: Show) -> bool:
     try:
         if dead:
             progress(f"restarting: {', '.join(dead)}")
-            _start_servers(testbed, dead, progress)
-        nodes = [node.name for node in testbed.wiring.topology.nodes if f"slurmd.{node.name}" in dead]
-        slurmds = [daemons.slurmd_daemon(testbed, name) for name in nodes]
-        _wait_for_nodes(testbed, progress, daemons.start(slurmds, testbed, READY_S, progress))
+        _start_daemons(testbed, dead, progress)
     except TestbedError as error:
         progress(str(error))
         return False

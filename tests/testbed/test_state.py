@@ -335,9 +335,7 @@ def test_concurrent_testbeds_share_no_subnet_or_port(tmp_path: Path, monkeypatch
         (packages, "install"),
         (testbed.daemons, "write_files"),
         (testbed.daemons, "create_database"),
-        (testbed.daemons, "start"),
-        (testbed, "_start_servers"),
-        (testbed, "_wait_for_nodes"),
+        (testbed, "_start_daemons"),
     ):
         monkeypatch.setattr(module, name, do_nothing)
     text = find_file("default").read_text()
