@@ -45,10 +45,6 @@ class Nic:
     driver: str = ""
     carrier: bool = True
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "type", NicType(self.type))
-        object.__setattr__(self, "rdma", tuple(self.rdma))
-
     @property
     def role(self) -> str:
         return role_of(self.name)
