@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -281,21 +281,20 @@ def _as_list(value: Any, where: str) -> list[Any]:
 
 
 def _check_rates(value: Any, where: str) -> dict[Any, Any]:
-    rates: Iterable[Any] = value.values() if isinstance(value, dict) else [None]
-    if value is not None and not all(type(rate) in (int, float) and rate > 0 for rate in rates):
+    is_map = isinstance(value, dict) and all(type(rate) in (int, float) and rate > 0 for rate in value.values())
+    if value is not None and not is_map:
         raise SiteError(f"{value!r} is not a map of names to rates", where=where, hint="write {hdr: 200}")
     return value or {}
 
 
 def _parse_networks(value: Any, where: str) -> dict[str, str]:
     types = [n.value for n in NicType]
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or not all(k in types and isinstance(v, str) and v for k, v in value.items()):
+    is_map = isinstance(value, dict) and all(k in types and isinstance(v, str) and v for k, v in value.items())
+    if value is not None and not is_map:
         hint = f"write {{ib: IBext_v11}}; NIC types are {', '.join(types)}"
         problem = f"{value!r} is not a map of NIC types to network names"
         raise SiteError(problem, where=f"{where}: networks", hint=hint)
-    return value
+    return value or {}
 
 
 def _compile(text: Any, where: str) -> re.Pattern[str]:
