@@ -260,17 +260,16 @@ def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[
 
 def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _Notes) -> float:
     """Return the lowest rate `key` in the features of a group's `nodes`, else `assumed`."""
-    network = "Ethernet" if key == "ethernet_gbps" else str(g.nic)
-    label = "eth_<rate>g" if key == "ethernet_gbps" else "nic_<rate>g"
+    network, label = ("Ethernet", "eth_<rate>g") if key == "ethernet_gbps" else (str(g.nic), "nic_<rate>g")
     without_rate = [n for n in nodes if getattr(n.reading, key) is None]
     values = sorted({v for n in nodes if (v := getattr(n.reading, key)) is not None})
+    rate = values[0] if values else assumed
     if without_rate:
-        rate = values[0] if values else assumed
         notes.assume(without_rate, f"{network} rate not in the features: {rate:g} Gb/s assumed; label {label}")
     if len(values) > 1:
         rates = " and ".join(f"{v:g}" for v in values)
         notes.assume(nodes, f"{network} rates differ in fabric {g.fabric} ({rates} Gb/s): the lowest is used")
-    return values[0] if values else assumed
+    return rate
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
