@@ -53,9 +53,9 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
     """Return {column: value} of the columns that come from the plan. Missing values are None or NaN."""
     model, batch, parallel = mapping(plan.get("model")), mapping(plan.get("batch")), mapping(plan.get("parallel"))
     predicted, site = mapping(plan.get("predicted")), mapping(plan.get("site"))
-    components = [c for c in plan.get("components") or [] if isinstance(c, dict)]
+    components = plan.get("components") or []
     nodes = _nodes_by(components, ("pool", "fabric"))
-    stages = [s.get("layers") for s in plan.get("stages") or [] if isinstance(s, dict)]
+    stages = [stage.get("layers") for stage in plan.get("stages") or []]
     return {
         **{name: text(plan.get(name)) for name in ("strategy", "recompute", "edge_dtype")},
         "transport": text(plan.get("transport_mode")),
@@ -89,7 +89,7 @@ def _nodes_by(components: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> d
 def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
     """Return {name of a pool or fabric: its NIC type} of the plan's site."""
     site = mapping(plan.get("site"))
-    pools = [p for p in site.get("pools") or site.get("fabrics") or [] if isinstance(p, dict)]
+    pools = site.get("pools") or site.get("fabrics") or []
     return {str(name): str(p.get("nic")) for p in pools for name in (p.get("name"), p.get("fabric")) if name}
 
 

@@ -181,10 +181,9 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     number of such `groups` and the `ranks` of the first one."""
     ranks_by_kind: dict[tuple[str, str, str, str], list[list[int]]] = {}
     for group in plan.get("transports") or []:
-        if isinstance(group, dict):
-            kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
-            key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
-            ranks_by_kind.setdefault(key, []).append(list(group.get("ranks") or []))
+        kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
+        key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
+        ranks_by_kind.setdefault(key, []).append(list(group.get("ranks") or []))
     names = ("kind", "transport", "nic", "fabric")
     return [
         {**dict(zip(names, (value or None for value in key), strict=True)), "groups": len(ranks), "ranks": ranks[0]}
