@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -67,7 +68,7 @@ def status(
     with console.waiting("asking Slurm"):
         statuses = run_statuses(chosen)
     if json:
-        console.as_json([s.to_dict() for s in statuses])
+        console.as_json(list(map(asdict, statuses)))
         return
     console.table("", [*COLUMNS], [cells(s) for s in statuses])
     if hidden:
@@ -162,7 +163,7 @@ def sweep_status(directory: Directory, json: Json = False) -> None:
         sweep_table.show_live(directory)
     else:
         rows = sweep_table.sweep_status(directory)
-        console.output(json, [r.to_dict() for r in rows], (directory, *sweep_table.table_cells(rows)))
+        console.output(json, list(map(asdict, rows)), (directory, *sweep_table.table_cells(rows)))
 
 
 @group.command("collect")

@@ -8,7 +8,6 @@ import errno
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,6 @@ class StateRow:
     @property
     def ended(self) -> bool:
         return self.state in STATES
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)  # type: ignore[call-overload]
 
 
 def last_log_lines(path: Path) -> list[str]:
