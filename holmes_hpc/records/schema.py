@@ -56,9 +56,8 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
     """Return the fields of run.yaml that `record` (of :func:`parse_run`) lacks, because an older release wrote it.
     Every run with a step should have them, except `cpus`, which only ranks on GPUs write."""
-    missing = [name for name in RUN_FIELDS if name not in record and name != "cpus"]
-    empty = [name for name in ("created", "config", "attempts") if name in record and not record[name]]
-    return [name for name in RUN_FIELDS if name in (*missing, *empty)]
+    empty = [name for name in ("created", "config", "attempts") if not record.get(name)]
+    return [name for name in RUN_FIELDS if name in empty or name not in (*record, "cpus")]
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:
