@@ -275,8 +275,4 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
         for schedule in schedules
     ]
     fitting = [p for p in candidates if not any(a.startswith("it does not fit") for a in p.assumptions)]
-    return min(fitting, key=_step_time) if fitting else candidates[-1]
-
-
-def _step_time(plan: Plan) -> float:
-    return plan.predicted.step_time_s if plan.predicted else math.inf
+    return min(fitting, key=lambda p: p.predicted.step_time_s if p.predicted else math.inf, default=candidates[-1])
