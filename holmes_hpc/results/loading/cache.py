@@ -55,17 +55,12 @@ class Loaded:
     runs: pa.Table
     steps: pa.Table
     starts: NDArray[np.int64]
-
-    @property
-    def counts(self) -> NDArray[np.int64]:
-        """The number of steps of each run in `runs`."""
-        return _counts(self.runs)
+    counts: NDArray[np.int64]
 
     def steps_of(self, rows: Sequence[int]) -> pa.Table:
         """Return the steps of the runs in these rows of `runs`, one run after the other."""
         pieces: list[list[int]] = []
-        counts = self.counts
-        for start, end in ((int(self.starts[row]), int(self.starts[row] + counts[row])) for row in rows):
+        for start, end in ((int(self.starts[row]), int(self.starts[row] + self.counts[row])) for row in rows):
             if pieces and pieces[-1][1] == start:
                 pieces[-1][1] = end
             else:
@@ -121,7 +116,7 @@ def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]
     A row counts if it has the present fingerprint. `new_keys`: runs that were just read, whose last row counts even if
     its fingerprint differs, because the run may have changed while it was read."""
     if not fingerprints:
-        return Loaded(SCHEMA.empty_table(), NO_STEPS.table(), np.zeros(0, dtype=np.int64)), []
+        return Loaded(SCHEMA.empty_table(), NO_STEPS.table(), *np.zeros((2, 0), dtype=np.int64)), []
     runs = pa.concat_tables([pair.runs for pair in pairs])
     steps = pa.concat_tables([pair.steps for pair in pairs], promote_options="default")
     stamps = enumerate(_fingerprints(runs))
@@ -129,17 +124,14 @@ def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]
     rows = np.array([row_of[key] for key in fingerprints])
     ends = np.cumsum([len(pair.runs) for pair in pairs])
     used = [pairs[index] for index in np.unique(np.searchsorted(ends, rows, side="right"))]
-    starts = np.concatenate([[0], np.cumsum(_counts(runs))])
-    return Loaded(runs.take(pa.array(rows)), steps, starts[rows]), used
+    counts = np.asarray(runs["steps"].fill_null(0).to_numpy(), dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    return Loaded(runs.take(pa.array(rows)), steps, starts[rows], counts[rows]), used
 
 
 def _fingerprints(runs: pa.Table) -> list[tuple[str, str]]:
     """Return (key of the run, its fingerprint) of each row."""
     return list(zip(runs["run"].to_pylist(), runs["fingerprint"].to_pylist(), strict=True))
-
-
-def _counts(runs: pa.Table) -> NDArray[np.int64]:
-    return np.asarray(runs["steps"].fill_null(0).to_numpy(), dtype=np.int64)
 
 
 def _cached_pairs(folder: Path) -> list[_Pair]:
