@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 
 def attempts(timeout_s: float, pause_s: float, longest_pause_s: float = 0) -> Iterator[float]:
-    """Yield the seconds left before each attempt, and pause after it; end when `timeout_s` have passed.
-    There is at least one attempt. Pauses double up to `longest_pause_s`, if that is longer than `pause_s`."""
+    """Before each attempt, yield the seconds left of `timeout_s`; pause after it. End when the next pause would exceed
+    `timeout_s`. There is at least one attempt. Pauses double up to `longest_pause_s`, if longer than `pause_s`."""
     end = time.monotonic() + timeout_s
     while True:
         yield end - time.monotonic()
