@@ -25,7 +25,7 @@ NO_SLURM_HINT = "without Slurm: `plan`, `run` and `submit` take --site FILE or l
 @dataclass(frozen=True)
 class Answer:
     """The result of a command: exit code, stdout and stderr.
-    `away`: it failed because a daemon did not answer, so that it may succeed later."""
+    `is_unreachable`: it failed because a daemon did not answer, so that it may succeed later."""
 
     code: int
     out: str
@@ -36,8 +36,8 @@ class Answer:
         return self.code == 0
 
     @property
-    def away(self) -> bool:
-        return self.code != 0 and any(message in self.err for message in _TABLE["away"])
+    def is_unreachable(self) -> bool:
+        return self.code != 0 and any(message in self.err for message in _TABLE["unreachable"])
 
     @property
     def reason(self) -> str:
@@ -145,7 +145,7 @@ def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, time
     Use it only for commands that may run twice."""
     for _ in attempts(patience_s, 0.5, longest_pause_s=10):
         answer = slurm(*arguments, timeout_s=timeout_s)
-        if not answer.away:
+        if not answer.is_unreachable:
             break
         interrupt_here()
     return answer

@@ -21,7 +21,7 @@ def test_a_configuration_of_slurm_that_is_gone_is_said_at_once(monkeypatch: pyte
     with pytest.raises(SiteError, match=r"SLURM_CONF names /gone/slurm.conf, .*testbed up.*--site FILE"):
         output("sleep", "60")
     answer = slurm("sleep", "60")
-    assert not answer.ok and not answer.away and "/gone/slurm.conf" in answer.reason
+    assert not answer.ok and not answer.is_unreachable and "/gone/slurm.conf" in answer.reason
 
 
 def test_a_missing_command_is_told_by_whoever_needs_it() -> None:
@@ -39,5 +39,5 @@ def test_what_was_printed_before_a_failure_is_kept() -> None:
         output("sh", "-c", "echo b >&2; exit 3")
 
 
-def test_a_command_that_hangs_is_a_daemon_that_is_away() -> None:
-    assert slurm("sleep", "9", timeout_s=0.2).away
+def test_a_command_that_hangs_counts_as_an_unreachable_daemon() -> None:
+    assert slurm("sleep", "9", timeout_s=0.2).is_unreachable

@@ -52,7 +52,7 @@ def try_component(request: ComponentRequest, *, timeout_min: object = None) -> A
 
 def _test_job(arguments: Sequence[str]) -> Answer:
     answer = slurm_with_retries(["sbatch", "--test-only", *arguments, "--wrap=:"])
-    if answer.away:  # the component itself may be feasible
+    if answer.is_unreachable:  # the component itself may be feasible
         hint = "wait until the controller answers (`scontrol ping`), then submit again"
         raise SubmissionError(answer.reason, where="sbatch --test-only", hint=hint)
     return answer

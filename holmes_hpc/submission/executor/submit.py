@@ -38,7 +38,8 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     """Submit the batch script at `path`, whose comment contains the unique `token`. Return the leader's job id.
 
     While the controller does not answer, retry for up to `patience_s`. If it may have accepted the job, search for the
-    token before each retry. Raise Refused with Slurm's reason, or SubmissionUnknown if the job may exist."""
+    token before each retry. Raise Refused with Slurm's reason, also after the last retry. Raise SubmissionUnknown, here
+    or in find_job, if the job may exist."""
     for left_s in attempts(patience_s, 1, longest_pause_s=15):
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
         if answer.ok:
@@ -47,10 +48,10 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
                 problem = f"sbatch printed {answer.out.strip()[:60]!r} instead of a job id"
                 raise SubmissionUnknown(problem, where="sbatch", hint="look for the job: `squeue --me`")
             return match[1]
-        if answer.away and "Connection refused" not in answer.err:  # it may have accepted the job
-            if job_id := find_job(token, left_s):
-                return job_id
-        elif not answer.away and not any(message in answer.err for message in _BUSY):
+        may_be_accepted = answer.is_unreachable and "Connection refused" not in answer.err
+        if may_be_accepted and (job_id := find_job(token, left_s)):
+            return job_id
+        if not answer.is_unreachable and not any(message in answer.err for message in _BUSY):
             raise Refused(answer.reason, where="sbatch", hint="change the job's options")
         interrupt_here()
     hint = "wait until the controller answers (`scontrol ping`), then submit again"

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def _removed_if_refused(sweep_dir: Path) -> Iterator[None]:
-    """Remove the sweep's directory if the block raises while it has no job yet, only Hydra's file and the lock."""
+    """Remove the sweep directory if the block raises and the directory has only multirun.yaml and the lock (no job)."""
     try:
         yield
     except BaseException:
