@@ -1,4 +1,6 @@
-"""The NIC types, and NCCL's names of their networks."""
+"""The NIC types, and NCCL's names of their networks.
+
+features.yaml detects the types in Slurm's features, probe.py and nics.py in the kernel's data."""
 
 from enum import Enum
 

@@ -52,7 +52,8 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
 
 
 def _form_factor_assumption(gpu: Gpu, name: str, node: SiteNode, vocabulary: Vocabulary) -> str | None:
-    """Return the assumption about a kind that also exists with PCIe, if neither `name` nor the features say which."""
+    """Return the assumption that the GPU is SXM, if its kind also exists as PCIe and neither `name` nor the features
+    show the form factor; else None."""
     pcie = next(
         (kind.name for _, kind in vocabulary.gpus if kind.name.startswith(f"{gpu.name.split('-')[0]}-pcie")), ""
     )
