@@ -162,15 +162,16 @@ def scaling(cells: pd.DataFrame) -> Figure:
     Dotted lines show linear scaling from the smallest number of nodes."""
     groups = scaled(cells)
     keys = [key for key in SAME_WORK if key not in ("nodes", "sizes")]
-    distinctions = [key for key in keys if len({as_text(first[key]) for first, _ in groups}) > 1]
+    differing_keys = [key for key in keys if len({as_text(first_cell[key]) for first_cell, _ in groups}) > 1]
     figure, axes = _axes(3.2 + 0.25 * len(groups))
-    for index, (first, group) in enumerate(groups):
-        name = [first[key] for key in ("environment", "system", "varied") if has_value(first[key]) and first[key]]
-        name += [f"{key}={as_text(first[key])}" for key in distinctions]
-        line = group.groupby("nodes")["samples_per_s"].max()
-        nodes, style = line.index.to_numpy(dtype=float), _point_style(index)
-        axes.plot(nodes, line.to_numpy(), label=_plain(", ".join(map(str, name))), **style)
-        axes.plot(nodes, line.iloc[0] * nodes / nodes[0], color=style["color"], linestyle=":", linewidth=1)
+    for index, (first_cell, group) in enumerate(groups):
+        names = [first_cell[key] for key in ("environment", "system", "varied")]
+        parts = [str(name) for name in names if has_value(name) and name]
+        parts += [f"{key}={as_text(first_cell[key])}" for key in differing_keys]
+        samples_per_s = group.groupby("nodes")["samples_per_s"].max()
+        nodes, style = samples_per_s.index.to_numpy(dtype=float), _point_style(index)
+        axes.plot(nodes, samples_per_s.to_numpy(), label=_plain(", ".join(parts)), **style)
+        axes.plot(nodes, samples_per_s.iloc[0] * nodes / nodes[0], color=style["color"], linestyle=":", linewidth=1)
     axes.set(xlabel="nodes", ylabel="throughput, samples/s", title="Scaling (dotted: linear)", ylim=(0, None))
     if groups:
         axes.set_xticks(sorted({int(n) for _, group in groups for n in group["nodes"].dropna()}))

@@ -75,7 +75,7 @@ class Steps:
         return self.earlier + self.warmup
 
     def table(self) -> pa.Table:
-        """Return the steps as a table with STEP_COLUMNS, except `run`, and bytes per network."""
+        """Return a table: STEP_COLUMNS without `run`, then the bytes per network."""
         columns: dict[str, Any] = {**self.scalars, **dict(zip(PARTS, self.means, strict=True))}
         columns |= {"step": self.step, "attempt": self.attempt, "warmup": np.arange(len(self)) < self.left_out}
         kinds = {name: ARROW[kind] for name, (kind, _) in STEP_COLUMNS.items() if name != "run"}
@@ -86,9 +86,9 @@ class Steps:
 
 
 def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
-    """Return the steps of a run. Those of attempts before `first_attempt` count as run under an earlier plan.
+    """Return the steps of a run. Steps of attempts before `first_attempt` belong to an earlier plan.
 
-    The file may have broken lines, lines without some keys, and steps that a later attempt repeats."""
+    Broken lines are left out and counted; missing values become NaN. Of a repeated step, the last attempt's counts."""
     data = run.metrics_bytes()
     data = data[: data.rfind(b"\n") + 1]
     try:
