@@ -255,12 +255,13 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -
         hint = "give each node's NIC an address of its own (ip address)"
         for kind, (interface, address) in node.interfaces.items():
             owner = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
-            problem = f"{interface} has address {address!r}, which "
-            NetworkError.refuse(
-                where,
-                (owner != node.node, f"{problem}is also {owner}'s", hint),
-                (not _is_host_address(address), f"{problem}other nodes cannot reach", hint),
-            )
+            if owner != node.node or not _is_host_address(address):
+                problem = f"which is also {owner}'s" if owner != node.node else "which other nodes cannot reach"
+                raise NetworkError(
+                    f"{interface} has address {address!r}, {problem}",
+                    where=where,
+                    hint="give each node's NIC its own IP address (`ip address show` lists them)",
+                )
 
 
 def _is_host_address(address: str) -> bool:
