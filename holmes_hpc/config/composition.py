@@ -143,9 +143,9 @@ def explained(error: Exception) -> ConfigError:
     first, where = lines[0] if lines else str(error), "overrides"
     if unknown := re.search(r"Could not override '([^']+)'", str(error)):
         return unknown_key(unknown[1])
-    if values := re.search(r"Ambiguous value for argument '([^=]+)=", first):
+    if values := re.search(r"Ambiguous value for argument '(?P<key>[^=]+)=", first):
         hint = "give one; the value of a list is quoted: 'KEY=[1, 2]'; a sweep needs `holmes-train -m`"
-        return ConfigError(f"{values[1]} has several values", where=where, hint=f"{hint} (docs/howto.md)")
+        return ConfigError(f"{values['key']} has several values", where=where, hint=f"{hint} (docs/howto.md)")
     if missing := re.search(r"Could not find '(\w+)/([^']+)'", str(error)):
         listing = str(error).partition("Available options")[2].partition("Config search path")[0].splitlines()[1:]
         hint = unsupported_hint(missing[2]) or nearest(missing[2], filter(None, map(str.strip, listing)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
+from math import gcd
 from typing import Annotated, Any
 
 from holmes_hpc.errors import Case, PlanError
@@ -220,17 +221,14 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
         return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 
     def micro_batches(self, dp: int) -> int:
-        """Return the number of micro-batches per pipeline and step. `dp`: DP times CP. PlanError for a remainder."""
-        PlanError.refuse(
-            "batch",
-            (
-                self.global_size % (self.micro_size * dp),
-                f"global_size {self.whole.global_size} is not a multiple of micro_size {self.micro_size}"
-                f" x DP {dp // self.cp}",
-                f"use a multiple of {self.micro_size * dp // self.cp}",
-            ),
-        )
-        return self.global_size // (self.micro_size * dp)
+        """Return the number of micro-batches per pipeline and step. PlanError for a remainder.
+        `dp`: DP times CP; 1: all pipelines together."""
+        shared = gcd(self.cp, dp)
+        size, multiple = self.global_size // shared, self.micro_size * (dp // shared)
+        sequences = f"{self.whole.global_size}" + f" x CP {self.cp}" * (shared < self.cp)
+        problem = f"global_size {sequences} is not a multiple of micro_size {self.micro_size} x DP {dp // shared}"
+        PlanError.refuse("batch", (size % multiple, problem, f"use a multiple of {multiple}"))
+        return size // multiple
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,10 @@ def test_ranks_that_share_a_sequence_are_neighbours_and_each_replica_computes_it
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "sequence": ({"dp": 2, "cp": 2, "batch": Batch(8, 1, 18)}, r"sequence_length 18 is not a multiple of 2 x CP 2"),
     "batch": ({"dp": 6, "cp": 2}, "does not support per-stage TP/DP"),
+    "micro-batch": (
+        {"dp": 2, "cp": 2, "batch": Batch(3, 5, 16)},
+        r"global_size 3 x CP 2 is not a multiple of micro_size 5 x DP 1; use a multiple of 5",
+    ),
     "replicas": ({"dp": 3, "cp": 2}, r"CP 2 does not divide 3 replicas"),
     "zero bubble": (
         {"pp": 2, "dp": 2, "cp": 2, "schedule": "zero_bubble", "deferred": (0, 0), "final": (1, 1)},
