@@ -268,27 +268,29 @@ class Costs:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.
         `rows`: one part's measurements. Only those at the TP nearest to that of the shape are used."""
         part, sequence = rows[0].part, shape.batch.sequence_length
-        near = min({p.tp for p in rows}, key=lambda tp: (abs(math.log(tp / shape.tp)), tp))
-        is_exact, ratios = near == shape.tp, list[tuple[tuple[float, ...], Seconds]]()
+        nearest_tp = min({p.tp for p in rows}, key=lambda tp: (abs(math.log(tp / shape.tp)), tp))
+        is_same_tp = nearest_tp == shape.tp
+        ratios = list[tuple[tuple[float, ...], Seconds]]()
 
-        def part_s(
+        def modelled_part(
             tokens: int, sequence: int, tp: int, sequence_parallel: bool, flops: float | None = None
         ) -> tuple[Seconds, Seconds]:
             """Return (modelled cost of a shape, seconds of its collectives; 0 if the cost includes them)."""
             size = max(1, round(tokens / sequence))
-            rounded_shape = LayerShape(shape.model, Batch(size, size, sequence), tp, sequence_parallel)
-            modelled_s = self._modelled_shape_s(part, rounded_shape, tokens, pool, collectives=is_exact, flops=flops)
-            exact_shape = replace(rounded_shape, batch=Batch(1, 1, tokens))
-            return modelled_s, (0.0, 0.0) if is_exact else self._comm_s(part, exact_shape, pool)
+            compute_shape = LayerShape(shape.model, Batch(size, size, sequence), tp, sequence_parallel)
+            modelled_s = self._modelled_shape_s(part, compute_shape, tokens, pool, collectives=is_same_tp, flops=flops)
+            # Collectives depend only on the number of tokens, so their shape need not have whole sequences.
+            comm_shape = replace(compute_shape, batch=Batch(1, 1, tokens))
+            return modelled_s, (0.0, 0.0) if is_same_tp else self._comm_s(part, comm_shape, pool)
 
-        for p in (p for p in rows if p.tp == near):
+        for p in (p for p in rows if p.tp == nearest_tp):
             row_sequence = p.sequence or sequence
-            modelled_s, comm_s = part_s(p.tokens, row_sequence, near, p.sequence_parallel, p.flops)
+            modelled_s, comm_s = modelled_part(p.tokens, row_sequence, nearest_tp, p.sequence_parallel, p.flops)
             compute_s = tuple(
                 max(s - t, MIN_COMPUTE_SHARE * s) for s, t in zip((p.forward_s, p.backward_s), comm_s, strict=True)
             )
             ratios.append(((row_sequence, p.tokens), (compute_s[0] / modelled_s[0], compute_s[1] / modelled_s[1])))
-        modelled_s, comm_s = part_s(shape.tokens, sequence, shape.tp, shape.sequence_parallel)
+        modelled_s, comm_s = modelled_part(shape.tokens, sequence, shape.tp, shape.sequence_parallel)
         forward, backward = (
             interpolate([(row, r[i]) for row, r in ratios], (sequence, shape.tokens)) * modelled_s[i] + comm_s[i]
             for i in (0, 1)

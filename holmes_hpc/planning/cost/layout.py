@@ -140,7 +140,7 @@ class Layout:
         if not self.is_weighted:
             return (self.order,) * len(self.replicas)
         shares = self.parallel.pipeline_shares([c.ranks for c in self.components], self.batch.micro_batches(1))
-        return tuple(self._grid_order(max(counts)) for counts in shares)
+        return tuple(self._uniform_order(max(counts)) for counts in shares)
 
     @cached_property
     def order(self) -> Order:
@@ -151,14 +151,22 @@ class Layout:
             depths = self.schedule.in_flight
             total = self.batch.micro_batches(1)
             return self.memo.of("order", depths, compute=lambda: Order.per_stage(p.routes(total), depths))
-        return self._grid_order(self.batch.micro_batches(p.dp))
+        return self._uniform_order(self.batch.micro_batches(p.dp))
 
-    def _grid_order(self, micro_batches: int) -> Order:
-        """Return the order of a pipeline with `micro_batches`."""
-        p, s, software = self.parallel, self.schedule, self.costs.software
-        passes = {"in_flight": s.in_flight, "deferred": s.deferred, "final": s.final}
-        transfers = {"overlap": software.overlap_transfers, "paired": software.paired_transfers}
-        return _order(s.kind, p.pp, micro_batches, chunks=p.virtual_stages, **passes, **transfers)
+    def _uniform_order(self, micro_batches: int) -> Order:
+        """Return the order of a pipeline of `micro_batches`, whose stages all have the same TP and DP."""
+        p = self.parallel
+        return _order(
+            self.schedule.kind,
+            p.pp,
+            micro_batches,
+            chunks=p.virtual_stages,
+            in_flight=self.schedule.in_flight,
+            deferred=self.schedule.deferred,
+            final=self.schedule.final,
+            overlap=self.costs.software.overlap_transfers,
+            paired=self.costs.software.paired_transfers,
+        )
 
     @property
     @memoised("recompute")

@@ -285,16 +285,16 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage of a layout with the largest shortage of memory. `missing_bytes`: 0 or less if it fits."""
+    """The stage with the largest shortage of memory: the bytes that it needs and can use per GPU."""
 
-    missing_bytes: float
-    needed_bytes: float
     stage: int
-    parallel: Parallel
+    needed_bytes: float
+    usable_bytes: float
 
     @property
-    def fits(self) -> bool:
-        return self.missing_bytes <= 0
+    def missing_bytes(self) -> float:
+        """The bytes that are missing; 0 or less if the stage fits."""
+        return self.needed_bytes - self.usable_bytes
 
     @property
     def gpu_gib(self) -> int:
@@ -302,17 +302,15 @@ class Shortage(NamedTuple):
         return ceil(self.needed_bytes / 2**30 / USABLE_SHARE)
 
     def __str__(self) -> str:
-        gib = 2.0**30
-        needed, missing = self.needed_bytes / gib, self.missing_bytes / gib
-        return f"stage {self.stage} needs {needed:.1f} GiB a GPU, {missing:.1f} GiB more"
+        needed_gib, usable_gib = self.needed_bytes / 2**30, self.usable_bytes / 2**30
+        return f"stage {self.stage} needs {needed_gib:.1f} GiB per GPU, but can use only {usable_gib:.1f} GiB"
 
 
 def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> Shortage:
     """Return the largest shortage of one layer split, (1, S, C)."""
-    need = memory(layout, layers).total()[0]
-    missing = need - stage_capacity(layout, max_gib)
-    stage = int(missing.argmax())
-    return Shortage(float(missing[stage]), float(need[stage]), stage, layout.parallel)
+    needed, usable = memory(layout, layers).total()[0], stage_capacity(layout, max_gib)
+    stage = int((needed - usable).argmax())
+    return Shortage(stage, float(needed[stage]), float(usable[stage]))
 
 
 def check_memory(layout: Layout, layers: np.ndarray) -> None:
@@ -320,6 +318,9 @@ def check_memory(layout: Layout, layers: np.ndarray) -> None:
     missing = shortage(layout, layers)
     if not missing.fits:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
-        problem = f"{missing} than {min(gpus, key=lambda gpu: gpu.memory_gib).name} provides"
-        hint = f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB"
-        raise PlanError(problem, where="memory", hint=hint)
+        smallest = min(gpus, key=lambda gpu: gpu.memory_gib)
+        raise PlanError(
+            f"{missing} of the {smallest.memory_gib:g} GiB on {smallest.name}",
+            where="memory",
+            hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB",
+        )

@@ -2,6 +2,7 @@
 
 Megatron-Core's two wait for their sends and receives (megatron_programs.py).
 Eager 1F1B (`ahead`), this project's own, posts receives early and lets sends complete in the background.
+SCHEDULE_NAMES in config/plan_options.py must be extended with each new schedule.
 """
 
 from collections.abc import Callable

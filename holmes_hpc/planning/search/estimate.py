@@ -66,10 +66,10 @@ class Estimate:
 
 
 class Limit:
-    """The pruning limit: `margin` times the least estimate so far.
+    """The pruning limit. Up to FEW_PLACEMENTS placements, none is pruned. Of more, a placement is kept if its estimate
+    is at most `margin` times the least so far.
 
-    Placements on one pool, on a pair and on all pools are compared only with others on the same pools. The first
-    FEW_PLACEMENTS placements are all kept.
+    On one pool, on a pair and on all pools, the least is that of placements on the same pools; else that of all.
     """
 
     def __init__(self, pool_count: int, margin: float) -> None:
@@ -81,7 +81,7 @@ class Limit:
         return inf if self.count <= FEW_PLACEMENTS else self.margin * self.least_s.get(self._key(pools), inf)
 
     def admit(self, estimate_s: float, pools: frozenset[str]) -> bool:
-        """Record an estimate; return whether its placement is kept."""
+        """Record an estimate; return whether its placement is kept so far."""
         self.count += isfinite(estimate_s)
         for key in (self._key(pools), frozenset[str]()):
             self.least_s[key] = min(self.least_s.get(key, inf), estimate_s)

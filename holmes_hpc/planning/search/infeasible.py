@@ -87,8 +87,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             "change one: each virtual stage but the first and the last needs a layer, and with virtual stages the"
             " number of micro-batches must be a multiple of PP"
         )
-        raise PlanError(f"no placement can have {' and '.join(causes) or 'these options'}", where="plan", hint=hint)
-    message = f"{model.name} does not fit: at best ({_sizes(least)}, recompute {_recompute(o)}) {least} than available"
+    message = f"{model.name} does not fit: at best ({least}, recompute {_recompute(o)}) {least.memory}"
     where, hint = "memory", ""
     for names in _option_sets(o):
         relaxed = replace(o, **{name: DEFAULTS[name] for name in names})
@@ -131,8 +130,7 @@ def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
         least = _search_shortage(problem._replace(batch=replace(batch, micro_size=1)))
         if least is not None and least.fits:
             yield "batch.micro_size=1"
-    available_bytes = missing.needed_bytes - missing.missing_bytes
-    first_factor = int(-(-missing.needed_bytes // available_bytes))
+    first_factor = int(-(-missing.needed_bytes // missing.usable_bytes))
     for factor in (first_factor, 2 * first_factor):
         pools = tuple(replace(pool, nodes=factor * pool.nodes, node_names=()) for pool in site.pools)
         least = _search_shortage(problem._replace(site=replace(site, pools=pools)))

@@ -20,7 +20,7 @@ MAX_BATCH_CHANGE = 0.03  # a nearby batch differs by no more than this
 MAX_BATCHES_TRIED = 3
 MIN_BATCH_GAIN = 0.05  # more samples per second than this are worth a note
 
-MARGIN = 1.3  # placements whose estimate is up to this many times the best on the same pools are listed first
+MARGIN = 1.3  # of many placements, those whose estimate is up to this many times the least are listed first
 
 
 class Space:
@@ -54,7 +54,7 @@ class Space:
                     self._pool_costs.append(PoolCosts(problem, micro_size, tp, usable))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
-        """Return the placements whose estimate is at most `margin` times the best on the same pools.
+        """Return all placements if they are few, else those within the :class:`Limit` of `margin`.
 
         They are sorted by estimate; ties by fewer GPUs, smaller TP and names.
         """

@@ -389,7 +389,8 @@ def test_out_of_memory_errors_name_stage_and_shortage() -> None:
     made = plan(gpu_site(20), named("gpt_7_5b"), Batch(64, 4, 2048), tp=1, pp=2, dp=4)
     layout, layers = Layout.of(made, Costs()), layer_array(made)
     assert not fits(layout, layers)[0]
-    with pytest.raises(PlanError, match=r"stage [01] needs .* GiB a GPU, .* GiB more than a100-80gb"):
+    message = r"stage [01] needs .* GiB per GPU, but can use only 19\.2 GiB of the 20 GiB on a100-80gb"
+    with pytest.raises(PlanError, match=message):
         check_memory(layout, layers)
     assert any("does not fit" in line for line in made.assumptions)
     assert not fits(layout, layers, max_gib=500)[0]  # a GPU has no more than its memory
@@ -397,7 +398,7 @@ def test_out_of_memory_errors_name_stage_and_shortage() -> None:
 
 
 def test_a_model_too_large_for_the_site_names_the_shortage() -> None:
-    with pytest.raises(PlanError, match=r"gpt3_175b does not fit: .* GiB a GPU, .* GiB more than available"):
+    with pytest.raises(PlanError, match=r"gpt3_175b does not fit: .* GiB per GPU, but can use only 76\.8 GiB"):
         best_plan(named("gpt3_175b"), Batch(1536, 4, 2048), gpu_site(80), PlanOptions(), Costs())
 
 

@@ -75,7 +75,7 @@ def test_a_smaller_micro_batch_takes_no_longer_than_a_larger_one() -> None:
     ("old", "new", "message"),
     [
         ("hidden\n", "widht\n", "unknown column 'widht'"),
-        ("part,tp,", "part,", "no column tp"),
+        ("part,tp,", "part,", "no column tp; give at least part, tp, micro_size, forward_s, backward_s"),
         ("layer,1,1,2048", "layr,1,1,2048", "line 2: part is 'layr'; use layer, embedding, head"),
         ("0.010,0.020", "fast,0.020", "line 2: forward_s is 'fast'; use a number"),
         ("0.010,0.020", "-1,0.020", "line 2: forward_s is -1.0; use a number from 0"),
