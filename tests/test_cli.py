@@ -158,9 +158,11 @@ def test_a_bad_calibration_file_is_named(holmes, site, tmp_path):
     refused(holmes("plan", f"calibration={path}", "--site", str(site)), "bad.cal.yaml", "pats")
 
 
-def test_status_without_runs(holmes, tmp_path):
+def test_status_without_runs(holmes, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOLMES_RUNS", "elsewhere")
     code, out, err = holmes("status")
-    assert code == 0 and not out and "no runs in" in err
+    assert code == 0 and not out and f"no runs in {tmp_path / 'elsewhere'}" in err
     assert holmes("status", "--json")[1].strip() == "[]"
 
 

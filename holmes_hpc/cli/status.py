@@ -63,7 +63,7 @@ def status(
         return
     chosen, hidden = find_runs()
     if not chosen and not json:
-        console.note(f"no runs in {runs_root()}; `holmes run` creates one")
+        console.note(f"no runs in {runs_root().absolute()}; `holmes run` creates one")
         return
     with console.waiting("asking Slurm"):
         statuses = run_statuses(chosen)

@@ -133,7 +133,7 @@ def is_fixed_by_plan(override: str) -> bool:
 def check_overrides(overrides: Sequence[str]) -> None:
     """Raise ConfigError for an override of a key that the plan fixes."""
     for override in filter(is_fixed_by_plan, overrides):
-        hint = "make a plan with it: `holmes plan … -o plan.yaml`"
+        hint = "make a plan with it: `holmes plan … -o FILE` (`holmes resume RUN --plan FILE`)"
         raise ConfigError(f"{override!r} is fixed by the plan", where="overrides", hint=hint)
 
 

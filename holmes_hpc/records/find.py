@@ -103,7 +103,7 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
             raise RecordError("it has no run.yaml", where=str(path), hint="give the directory of a run")
     similar = difflib.get_close_matches(reference, [run.name for run in runs], n=1)
     hint = f"did you mean {similar[0]!r}?" if similar else "give a run directory, its name, or its Slurm job id"
-    raise RecordError(f"no such run under {base}", where=reference, hint=hint)
+    raise RecordError(f"no such run under {base.absolute()}", where=reference, hint=hint)
 
 
 def name_of(run: RunDirectory, root: str | os.PathLike[str] | None = None) -> str:

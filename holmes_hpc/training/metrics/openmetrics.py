@@ -100,7 +100,7 @@ class Exporter:
         self._useful_s = float(finite([number(line.get("step_time_s")) for line in useful_lines]).sum())
         self._totals = defaultdict[tuple[str, ...], float](float)  # of this attempt's steps, by family and labels
         self._latest: tuple[Any, ...] | None = None  # arguments of :meth:`add`
-        self._text, self._written_at, self._has_failed = "", -math.inf, False
+        self._text, self._written_at, self._has_failed = "# EOF\n", -math.inf, False
         self._path = None if isinstance(train.openmetrics, int) else run.path / str(train.openmetrics)
         if isinstance(train.openmetrics, int):
             try:

@@ -112,11 +112,14 @@ def test_a_port_serves_the_metrics_and_a_busy_one_is_one_warning(run: RunDirecto
         assert re.fullmatch(
             f".*warning: port {port}: Address already in use; training goes on without .*\n", capsys.readouterr().out
         )
-    metrics = exporter(run, port)
-    metrics.add(line(5), {}, [[]] * 4)
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        assert response.headers["Content-Type"] == CONTENT_TYPE
-        assert samples(response.read().decode())["step{}"] == 5
+    metrics, served = exporter(run, port), []
+    for step in (0, 5):
+        if step:
+            metrics.add(line(step), {}, [[]] * 4)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
+            assert response.headers["Content-Type"] == CONTENT_TYPE
+            served.append(samples(response.read().decode()))
+    assert not served[0] and served[1]["step{}"] == 5  # before the first step, a valid answer without samples
     assert capsys.readouterr().out == ""
 
 
