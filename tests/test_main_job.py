@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean, median
 
 import pytest
 from whole_jobs import holmes
@@ -12,6 +13,27 @@ from holmes_hpc.records.run import RunDirectory
 STEPS = 12
 TRAIN = [f"train.steps={STEPS}", "train.lr=2e-3", "plan.schedule=1f1b"]
 THREE = ["plan.nodes={ib-a: 2, roce-a: 2, eth-a: 2}", "plan.pp=3", "train.pace_layer_ms=5"]
+STEADY = 2  # the number of steps after which a run is steady
+
+
+def job(runs: Path, name: str, *words: str) -> RunDirectory:
+    """Return a run that has completed. `words`: of `holmes run`."""
+    done = holmes("run", f"name={name}", *words, HOLMES_RUNS=str(runs))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return RunDirectory(runs / name)
+
+
+def sent_bytes(run: RunDirectory) -> dict[str, float]:
+    """Return the payload bytes that all NICs of a kind send in a steady step."""
+    factors, steps = run.read_run()["traffic"]["header_factors"], run.metrics()[STEADY:]
+    return {kind: fmean(line["nic_bytes"][kind]["tx"] for line in steps) / factors[kind] for kind in factors}
+
+
+def planned_bytes(run: RunDirectory) -> dict[str, float]:
+    """Return the payload bytes that the plan expects all NICs of a kind to send in a step."""
+    predicted = Plan.read(run.plan_path).predicted
+    assert predicted is not None
+    return dict(predicted.nic_bytes_per_step)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +52,7 @@ def text(runs) -> str:
 @pytest.fixture(scope="module")
 def three(testbed, runs, text) -> RunDirectory:
     """2 InfiniBand + 2 RoCE + 2 Ethernet-only nodes, three components, three stages."""
-    done = holmes("run", "name=three", *THREE, *TRAIN, "data=indexed", f"data.prefix={text}", HOLMES_RUNS=str(runs))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return RunDirectory(runs / "three")
+    return job(runs, "three", *THREE, *TRAIN, "data=indexed", f"data.prefix={text}")
 
 
 @pytest.mark.slurm
@@ -54,15 +74,11 @@ def test_one_heterogeneous_job_with_a_stage_per_fabric(three):
 
 @pytest.mark.slurm
 def test_bytes_counted_are_the_bytes_planned(three):
-    plan = Plan.read(three.plan_path)
-    assert plan.predicted is not None
-    factors = three.read_run()["traffic"]["header_factors"]
-    steps = [line for line in three.metrics() if line["step"] > 2]
-    assert set(plan.predicted.nic_bytes_per_step) == {"ib-a", "roce-a", "ethernet"}
-    for kind, planned in plan.predicted.nic_bytes_per_step.items():
-        counted = sum(line["nic_bytes"][kind]["tx"] for line in steps) / len(steps) / factors[kind]
-        print(f"{kind}: {counted / planned - 1:+.2%} of the planned bytes")
-        assert counted == pytest.approx(planned, rel=0.05), kind
+    counted, planned = sent_bytes(three), planned_bytes(three)
+    assert set(planned) == {"ib-a", "roce-a", "ethernet"}
+    for kind in planned:
+        print(f"{kind}: {counted[kind] / planned[kind] - 1:+.2%} of the planned bytes")
+        assert counted[kind] == pytest.approx(planned[kind], rel=0.05), kind
     assert three.read_run()["traffic"]["setup"]["ethernet"]["tx"] > 0
 
 
@@ -115,14 +131,44 @@ def test_two_pools_of_one_fabric_share_a_step_by_rdma(testbed, runs: Path) -> No
     site.write_text(POOLS)
     model = ["model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "batch.micro_size=1"]
     pace = ["train.pace_layer_ms=10", "train.pace_factors={fast: 1, slow: 2}", "plan.pp=1"]
-    words = ["--site", str(site), *model, *pace, "batch.global_size=6", "train.steps=14", "name=pools"]
-    done = holmes("run", *words, HOLMES_RUNS=str(runs))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    run = RunDirectory(runs / "pools")
+    run = job(runs, "pools", "--site", str(site), *model, *pace, "batch.global_size=6", "train.steps=14")
     plan = Plan.read(run.plan_path)
-    assert plan.predicted is not None and plan.strategy == "hierarchical-dp"
+    assert plan.strategy == "hierarchical-dp"
     assert [len(plan.order.micro_batches_of(row)) for row in (0, 1)] == [4, 2]
     assert run.read_run()["hosts"] == ["ib1", "ib2"]
-    steps = [line["nic_bytes"]["ib-a"]["tx"] for line in run.metrics() if line["step"] > 2]
-    counted = sum(steps) / len(steps) / run.read_run()["traffic"]["header_factors"]["ib-a"]
-    assert counted == pytest.approx(plan.predicted.nic_bytes_per_step["ib-a"], rel=0.05)
+    assert sent_bytes(run)["ib-a"] == pytest.approx(planned_bytes(run)["ib-a"], rel=0.05)
+
+
+SEQUENCES = [  # keys and values are most of the bytes
+    *("plan.nodes={ib-a: 2, roce-a: 2}", "plan.strategy=pipeline", "plan.pp=2", "plan.layers_per_stage=[2,2]"),
+    *("plan.schedule=1f1b", "plan.recompute=none", "plan.distributed_optimizer=true", "train.pace_layer_ms=50"),
+    *("model.layers=4", "model.hidden=64", "model.heads=4", "model.kv_heads=4", "model.max_positions=1024"),
+    *("batch.sequence_length=1024", "batch.global_size=8", "batch.micro_size=1", "train.steps=10"),
+]
+
+
+@pytest.fixture(scope="module")
+def whole(testbed, runs) -> RunDirectory:
+    """Whole sequences: the gradients, parameters and activations of shared ones, but no keys and values."""
+    return job(runs, "whole", *SEQUENCES, "plan.dp=2", "plan.cp=1")
+
+
+@pytest.mark.slurm
+@pytest.mark.thorough
+@pytest.mark.parametrize("comm", ["ring", "a2a"])
+def test_two_nodes_of_a_fabric_share_each_sequence(testbed, runs: Path, whole: RunDirectory, comm: str) -> None:
+    run = job(runs, comm, *SEQUENCES, "plan.dp=1", "plan.cp=2", f"plan.cp_comm={comm}")
+    plan = Plan.read(run.plan_path)
+    assert plan.predicted is not None and (plan.parallel.cp, plan.parallel.cp_comm) == (2, comm)
+    planned, counted = (
+        {kind: amount - of(whole)[kind] for kind, amount in of(run).items()} for of in (planned_bytes, sent_bytes)
+    )
+    for fabric in ("ib-a", "roce-a"):
+        print(f"{comm}, {fabric}: {planned[fabric] / 1e6:.2f} MB planned, {counted[fabric] / planned[fabric] - 1:+.2%}")
+        assert counted[fabric] == pytest.approx(planned[fabric], rel=0.02)
+    ethernet = sent_bytes(whole)["ethernet"]
+    print(f"{comm}, Ethernet: {ethernet / 1e6:.2f} MB with whole sequences, {counted['ethernet'] / ethernet:+.2%}")
+    assert abs(planned["ethernet"]) < 1 and abs(counted["ethernet"]) < 0.02 * ethernet
+    step_s = median(line["step_time_s"] for line in run.metrics()[STEADY:])
+    print(f"{comm}: {step_s:.3f} s a step, predicted {plan.predicted.step_time_s / step_s - 1:+.1%}")
+    assert plan.predicted.step_time_s == pytest.approx(step_s, rel=0.08)

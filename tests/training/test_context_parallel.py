@@ -14,7 +14,7 @@ import thorough
 import torch
 from megatron.core.transformer import TransformerConfig
 
-from holmes_hpc.config.model import Experts
+from holmes_hpc.config.model import Experts, ModelSpec, RopeScaling
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.training.data.prepare import prepare
 from holmes_hpc.training.model import attention
@@ -44,6 +44,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # DP counts the ranks that share a seque
         "model": replace(MODEL, heads=8, kv_heads=4),
     },
     "CP 2, learned positions": {"dp": 2, "cp": 2, "model": replace(MODEL, rope=False)},
+    "CP 2, scaled positions": {
+        "dp": 2,
+        "cp": 2,
+        "model": replace(MODEL, rope_scaling=RopeScaling(4.0, original_positions=8), qk_norm=True),
+    },
 }
 QUICK = ("CP 2", "CP 2 x TP 2", "PP 2 x CP 2, eager 1F1B", "CP 2 x EP 2", "CP 2, all-to-all")
 APART: dict[str, dict[str, Any]] = {  # with a mask
@@ -58,15 +63,28 @@ def train(directory: Path, layout: dict[str, Any], **settings: Any) -> spawn.Fin
     return ended
 
 
+def by_heads(name: str, comm: str) -> dict[str, Any]:
+    """Return a layout whose model has enough heads for all-to-all attention with TP x CP 4."""
+    layout = LAYOUTS[name]
+    return {**layout, "cp_comm": comm, "model": replace(layout.get("model", MODEL), heads=8, kv_heads=4)}
+
+
+def largest_differences(ended: spawn.FinishedRun, expected: spawn.FinishedRun) -> dict[str, float]:
+    """Return the largest relative differences between two runs: of a step's loss, and of its gradient norm."""
+    pairs = {name: zip(ended.column(name), expected.column(name), strict=True) for name in ("loss", "grad_norm")}
+    return {name: max(abs(value / other - 1) for value, other in pairs[name]) for name in pairs}
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return a function that returns the run of a model in one process."""
+    """Return a function that returns the run of a model in one process. `settings`: other ones than TRAIN."""
     runs: dict[Any, spawn.FinishedRun] = {}
 
-    def run_of(model: Any) -> spawn.FinishedRun:
-        if model not in runs:
-            runs[model] = train(tmp_path_factory.mktemp("one_process"), {"model": model})
-        return runs[model]
+    def run_of(model: ModelSpec, **settings: Any) -> spawn.FinishedRun:
+        key = model, *settings.items()
+        if key not in runs:
+            runs[key] = train(tmp_path_factory.mktemp("one_process"), {"model": model}, **settings)
+        return runs[key]
 
     return run_of
 
@@ -80,6 +98,35 @@ def test_parts_of_sequences_have_the_losses_and_norms_of_one_process(
     ended = train(tmp_path / "run", LAYOUTS[name])
     assert ended.column("loss") == pytest.approx(expected.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(expected.column("grad_norm"), rel=1e-4)
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+@pytest.mark.parametrize("comm", ["ring", "a2a"])
+@pytest.mark.parametrize("name", ["CP 2", "CP 4", "CP 2 x TP 2", "PP 2 x CP 2, eager 1F1B", "CP 2 x EP 2"])
+def test_thirty_steps_have_the_losses_and_norms_of_one_process(
+    name: str, comm: str, one_process: Any, tmp_path: Path
+) -> None:
+    layout = by_heads(name, comm)
+    expected = one_process(layout["model"], steps=30)
+    differences = largest_differences(train(tmp_path / "run", layout, steps=30), expected)
+    print(f"{name}, {comm}: " + ", ".join(f"{column} {value:.1e}" for column, value in differences.items()))
+    assert differences["loss"] < 1e-5 and differences["grad_norm"] < 1e-4
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+@pytest.mark.parametrize("comm", ["ring", "a2a"])
+@pytest.mark.parametrize("name", ["CP 2", "CP 4"])
+def test_parts_in_bf16_differ_no_more_than_bf16_from_fp32(
+    name: str, comm: str, one_process: Any, tmp_path: Path
+) -> None:
+    layout = by_heads(name, comm)
+    whole, exact = (one_process(layout["model"], steps=30, dtype=dtype) for dtype in ("bf16", "fp32"))
+    differences = largest_differences(train(tmp_path / "run", layout, steps=30, dtype="bf16"), whole)
+    noise = largest_differences(whole, exact)
+    print(f"{name}, {comm}: " + ", ".join(f"{k} {v:.1e} (noise {noise[k]:.1e})" for k, v in differences.items()))
+    assert all(differences[column] <= noise[column] for column in noise)
 
 
 @pytest.mark.integration

@@ -1,5 +1,6 @@
 """The errors if no plan is possible: the size that does not divide, or the missing memory and a change that helps."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -45,7 +46,9 @@ def raise_indivisible(problem: Problem) -> NoReturn:
 def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) -> Iterator[Case]:
     model, batch, _, options, _ = problem
     size, micro_size = batch.whole.global_size, batch.micro_size
-    ranks = sum(a.nodes * a.gpus_per_node for a in available)
+    ranks = Counter[str]()  # of each fabric
+    for a in available:
+        ranks[a.pool.fabric_name] += a.nodes * a.gpus_per_node
     cp, tp, pp = batch.cp, options.tp or 1, options.stages or 1
     dp, micro_batches = (options.dp or cp) // cp, size // micro_size
     is_fixed, cp_factor = not options.search_micro_size, f" x CP {cp}" * (cp > 1)
@@ -64,9 +67,12 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     yield model.experts.count and lacks_sequence_parallel, message, hint, "plan.tp"
     message = f"{counted(model.layers, 'layer')} cannot fill PP {pp}"
     yield pp > model.layers, message, f"use at most {counted(model.layers, 'stage')}", f"model {model.name}"
-    needed = tp * dp * pp * cp
-    message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed} GPUs, there are {ranks}"
-    yield needed > ranks, message, "use smaller sizes or more nodes", "plan.cp" if cp > 1 else "plan"
+    needed, where, hint = tp * dp * cp, "plan.cp" if cp > 1 else "plan", "use smaller sizes or more nodes"
+    message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed * pp} GPUs, there are {ranks.total()}"
+    yield needed * pp > ranks.total(), message, hint, where
+    largest = max(ranks.values())
+    message = f"a stage of TP {tp} x DP {dp}{cp_factor} needs {needed} GPUs of one fabric, the largest has {largest}"
+    yield cp > 1 and needed > largest, message, hint, where
 
 
 def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
@@ -102,10 +108,8 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
         hint = f"use GPUs of {unrestricted_shortage.gpu_gib} GiB" + "".join(
             f", or {change}" for change in _fitting_changes(unrestricted, unrestricted_shortage)
         )
-        if cpus := [pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu]:
-            hint += (
-                f"; {', '.join(cpus)} is planned without GPUs: if it has some, describe them in a site file (`gpu:`)"
-            )
+        if cpus := ", ".join(pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu):
+            hint += f"; {cpus} is planned without GPUs: if it has some, describe them in a site file (`gpu:`)"
     raise OutOfMemory(message, where=where, hint=hint)
 
 

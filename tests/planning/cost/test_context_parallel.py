@@ -9,7 +9,7 @@ from typing import Any
 import published_contexts
 import pytest
 import spawn
-from sites import A100
+from sites import A100, two_clusters
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
@@ -88,6 +88,14 @@ def test_a_long_sequence_gets_context_parallelism_unasked() -> None:
     assert one_sequence.parallel.cp == 8  # on two nodes; CP 1 has no placement on whole nodes
     short = best_plan(LLAMA, Batch(16, 1, 4096), SITE, options, Costs())
     assert short.parallel.cp == 1
+
+
+def test_llama_with_131072_tokens_fits_on_two_fabrics_of_four_nodes() -> None:
+    """Check the plan that users get without options, for the model's own batch."""
+    plan = best_plan(LLAMA, replace(LONG, global_size=512), two_clusters(4), PlanOptions(), Costs())
+    assert plan.predicted is not None and max(plan.predicted.memory_bytes_per_gpu) < 80 * 2**30
+    transports = {g.transport.kind for g in plan.transports() if g.kind == "cp"}
+    assert plan.parallel.cp > 1 and transports <= {"local", "rdma"}
 
 
 def test_published_runs_with_context_parallelism_are_predicted() -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sites import A100
+from sites import A100, two_clusters
 
-from holmes_hpc.config.model import Batch
+from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
@@ -26,9 +26,9 @@ def make_site(nodes: int = 2, **gpu: Any) -> Site:
     return Site("one", (Pool("ib", NicType.IB, "ib", nodes, 8, 25.0, replace(A100, **gpu), rdma_gbps=200.0),))
 
 
-def plan_error(site: Site, **options: Any) -> PlanError:
+def plan_error(site: Site, model: ModelSpec = MODEL, **options: Any) -> PlanError:
     with pytest.raises(PlanError) as error:
-        best_plan(MODEL, BATCH, site, PlanOptions(**options), Costs())
+        best_plan(model, BATCH, site, PlanOptions(**options), Costs())
     assert "\n" not in str(error.value)
     return error.value
 
@@ -102,6 +102,31 @@ def test_contexts_are_named_in_the_sizes_that_the_user_gave(options: dict[str, A
     error = str(plan_error(make_site(), **options))
     assert error.startswith(start)
     assert f"CP {options['cp']}" in error or "dp" in options
+
+
+@pytest.mark.parametrize(
+    ("options", "start"),
+    [
+        ({"schedule": "zero_bubble"}, "plan: context parallelism does not support zero_bubble; use only one"),
+        ({"strategy": "hierarchical-dp"}, "plan: context parallelism does not support hierarchical data parallelism;"),
+        ({"unequal": "true"}, "plan: context parallelism does not support per-stage TP/DP; use only one"),
+        ({"model": replace(MODEL, dropout=0.1)}, "model.dropout: context parallelism does not support dropout; use 0"),
+        (
+            {"cp_comm": "a2a", "model": replace(MODEL, kv_heads=1)},
+            "plan.cp_comm: all-to-all attention: TP x CP 2 does not divide 1 heads of keys and values; use ring",
+        ),
+    ],
+)
+def test_options_that_context_parallelism_excludes_are_named(options: dict[str, Any], start: str) -> None:
+    assert str(plan_error(make_site(), cp=2, **options)).startswith(start)
+
+
+def test_context_parallelism_across_fabrics_is_refused() -> None:
+    sizes = {"ib-a": 1, "roce-a": 1}
+    for options, stage in (({"cp": 16}, "TP 1 x DP 1 x CP 16"), ({"cp": 4, "dp": 2, "tp": 2}, "TP 2 x DP 2 x CP 4")):
+        assert str(plan_error(two_clusters(1), nodes=sizes, **options)).startswith(
+            f"plan.cp: a stage of {stage} needs 16 GPUs of one fabric, the largest has 8; use smaller sizes"
+        )
 
 
 def test_a_pool_without_gpus_is_named_if_a_model_does_not_fit() -> None:
