@@ -286,8 +286,8 @@ def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Patte
             yield f"assumed: {text}"
 
 
-def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> list[str]:
-    """Return an `unsure:` assumption for each way in which a pool's nodes are divided: by topology blocks, or by
+def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> Iterator[str]:
+    """Yield an `unsure:` assumption for each way in which a pool's nodes are divided: by topology blocks, or by
     numbered features (racks, clusters). RDMA may end there."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))

@@ -155,18 +155,10 @@ class Layout:
 
     def _uniform_order(self, micro_batches: int) -> Order:
         """Return the order of a pipeline of `micro_batches`, whose stages all have the same TP and DP."""
-        p = self.parallel
-        return _order(
-            self.schedule.kind,
-            p.pp,
-            micro_batches,
-            chunks=p.virtual_stages,
-            in_flight=self.schedule.in_flight,
-            deferred=self.schedule.deferred,
-            final=self.schedule.final,
-            overlap=self.costs.software.overlap_transfers,
-            paired=self.costs.software.paired_transfers,
-        )
+        p, s, software = self.parallel, self.schedule, self.costs.software
+        passes = {"in_flight": s.in_flight, "deferred": s.deferred, "final": s.final}
+        transfers = {"overlap": software.overlap_transfers, "paired": software.paired_transfers}
+        return _order(s.kind, p.pp, micro_batches, chunks=p.virtual_stages, **passes, **transfers)
 
     @property
     @memoised("recompute")

@@ -285,16 +285,20 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage with the largest shortage of memory: the bytes that it needs and can use per GPU."""
+    """The stage of a layout with the largest shortage of memory: the bytes that it needs and can use per GPU."""
 
     stage: int
     needed_bytes: float
     usable_bytes: float
+    parallel: Parallel
 
     @property
     def missing_bytes(self) -> float:
-        """The bytes that are missing; 0 or less if the stage fits."""
         return self.needed_bytes - self.usable_bytes
+
+    @property
+    def fits(self) -> bool:
+        return self.missing_bytes <= 0
 
     @property
     def gpu_gib(self) -> int:
@@ -310,7 +314,7 @@ def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -
     """Return the largest shortage of one layer split, (1, S, C)."""
     needed, usable = memory(layout, layers).total()[0], stage_capacity(layout, max_gib)
     stage = int((needed - usable).argmax())
-    return Shortage(stage, float(needed[stage]), float(usable[stage]))
+    return Shortage(stage, float(needed[stage]), float(usable[stage]), layout.parallel)
 
 
 def check_memory(layout: Layout, layers: np.ndarray) -> None:
@@ -319,8 +323,6 @@ def check_memory(layout: Layout, layers: np.ndarray) -> None:
     if not missing.fits:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
         smallest = min(gpus, key=lambda gpu: gpu.memory_gib)
-        raise PlanError(
-            f"{missing} of the {smallest.memory_gib:g} GiB on {smallest.name}",
-            where="memory",
-            hint=f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB",
-        )
+        problem = f"{missing} of the {smallest.memory_gib:g} GiB on {smallest.name}"
+        hint = f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB"
+        raise PlanError(problem, where="memory", hint=hint)

@@ -105,23 +105,13 @@ def _parse_cell(name: str, text: str) -> Any:
 
 
 def _calibration(rows: list[Row], model: ModelSpec, batch: Batch) -> Calibration:
+    ConfigError.refuse("profile", (not rows, "no rows", "give a row for each part and shape"))
     other_widths = {row.hidden for row in rows} - {0, model.hidden}  # 0: unknown
-    ConfigError.refuse(
-        "profile",
-        (not rows, "no rows", "give a row for each part and shape"),
-        (
-            other_widths,
-            f"profile has hidden={', '.join(map(str, sorted(other_widths)))}, {model.name} has hidden={model.hidden}",
-            "give this model's profile, or `holmes calibrate`",
-        ),
-    )
-    return Calibration(
-        tuple(
-            _measured_pool([r for r in rows if r.gpu == gpu], gpu, model, batch)
-            for gpu in dict.fromkeys(r.gpu for r in rows)
-        ),
-        made="a layer profile",
-    )
+    problem = f"profile has hidden={', '.join(map(str, sorted(other_widths)))}, {model.name} has hidden={model.hidden}"
+    ConfigError.refuse("profile", (other_widths, problem, _MODEL_HINT))
+    gpus = dict.fromkeys(row.gpu for row in rows)
+    pools = (_measured_pool([r for r in rows if r.gpu == gpu], gpu, model, batch) for gpu in gpus)
+    return Calibration(tuple(pools), made="a layer profile")
 
 
 def _measured_pool(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) -> MeasuredPool:

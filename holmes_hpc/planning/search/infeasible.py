@@ -93,7 +93,8 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
             "change one: each virtual stage but the first and the last needs a layer, and with virtual stages the"
             " number of micro-batches must be a multiple of PP"
         )
-    message = f"{model.name} does not fit: at best ({least}, recompute {_recompute(o)}) {least.memory}"
+        raise PlanError(f"no placement can have {' and '.join(causes) or 'these options'}", where="plan", hint=hint)
+    message = f"{model.name} does not fit: at best ({_sizes(least)}, recompute {_recompute(o)}) {least}"
     where, hint = "memory", ""
     for names in _option_sets(o):
         relaxed = replace(o, **{name: DEFAULTS[name] for name in names})

@@ -252,16 +252,15 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -
         where, hint = f"rank {rank} on {node.node}", "start the ranks with srun in one job"
         is_outside = job_nodes and node.node not in job_nodes
         NetworkError.refuse(where, (is_outside, "this node is not in the job", hint))
-        hint = "give each node's NIC an address of its own (ip address)"
+        hint = "give each node's NIC its own IP address (`ip address show` lists them)"
         for kind, (interface, address) in node.interfaces.items():
             owner = owners.setdefault((address, "" if kind == "tcp" else node.fabric), node.node)
-            if owner != node.node or not _is_host_address(address):
-                problem = f"which is also {owner}'s" if owner != node.node else "which other nodes cannot reach"
-                raise NetworkError(
-                    f"{interface} has address {address!r}, {problem}",
-                    where=where,
-                    hint="give each node's NIC its own IP address (`ip address show` lists them)",
-                )
+            problem = f"{interface} has address {address!r}, which "
+            NetworkError.refuse(
+                where,
+                (owner != node.node, f"{problem}is also {owner}'s", hint),
+                (not _is_host_address(address), f"{problem}other nodes cannot reach", hint),
+            )
 
 
 def _is_host_address(address: str) -> bool:
