@@ -146,6 +146,9 @@ class RunDirectory:
     def append_metrics(self, line: Mapping[str, Any]) -> None:
         """Append the metrics of one step, rounded as :func:`rounded` does.
         Raise RunFailed if they cannot be written, as on a full disk; the file then keeps its former length."""
+        if not isinstance(line.get("step"), int):
+            problem = f"the step's number is {line.get('step')!r}"
+            raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
         append_line(self.metrics_path, to_json(rounded(line)))
 
     def append_ranks(self, line: Mapping[str, Any]) -> None:
