@@ -3,8 +3,8 @@
 Many ranks on few cores then behave like accelerators on a real network. A layer's forward pass takes
 `train.pace_layer_ms` times the `train.pace_factors` of its pool or node; its backward pass takes twice that. A
 recomputed forward pass takes its time again. A pass takes the time of its layers, which includes the embedding, the
-head, and delays by other ranks on the same cores. The optimizer and experts' exchanges take their actual time, in
-addition. Losses and gradients do not change.
+head, CP's exchanges, and delays by other ranks on the same cores. The optimizer and experts' exchanges take their
+actual time, in addition. Losses and gradients do not change.
 """
 
 from __future__ import annotations

@@ -90,6 +90,7 @@ def test_a_long_sequence_gets_context_parallelism_unasked() -> None:
     assert short.parallel.cp == 1
 
 
+@pytest.mark.thorough
 def test_llama_with_131072_tokens_fits_on_two_fabrics_of_four_nodes() -> None:
     """Check the plan that users get without options, for the model's own batch."""
     plan = best_plan(LLAMA, replace(LONG, global_size=512), two_clusters(4), PlanOptions(), Costs())
