@@ -143,7 +143,7 @@ def test_cancel_follows_no_link_or_sweep_of_another_user(
     monkeypatch.setattr(SlurmHetJob, "cancel", lambda job, check=True: cancelled.append(job.job_id))
     monkeypatch.setattr(SlurmHetJob, "slurm_state", lambda *_: JobState("PENDING"))
     monkeypatch.setattr(status, "job_uid", lambda _: 0)
-    monkeypatch.setattr(status, "job_script", lambda _: None)
+    monkeypatch.setattr(status, "job_field", lambda *_: None)
     own = run_of_somebody(tmp_path / "own", tmp_path / "ran")
     planted(own.path, owner=0)
     own.result_path.unlink()
