@@ -15,6 +15,9 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.training.rank.log import log_line
 
 
+_finished = list[profile]()  # freed in torch 2.13, a profile makes a later garbage collection crash
+
+
 class Ranges:
     """Nested ranges of time while this rank is profiled: in traces of torch's profiler, and with `cuda` in NVTX."""
 
@@ -78,5 +81,6 @@ class Profiler:
             start, Ranges.active = time.perf_counter(), False
             self._profile.stop()
             self._profile.export_chrome_trace(str(self._path))
+            _finished.append(self._profile)
             self._profile = None
             log_line(f"profile written to {self._path} in {time.perf_counter() - start:.1f} s")
