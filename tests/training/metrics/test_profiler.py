@@ -20,7 +20,8 @@ from holmes_hpc.training.metrics.profiler import Profiler
 @pytest.mark.parametrize("schedule", thorough.all_but(["1f1b", "ahead"], "ahead"))
 def test_a_profile_has_passes_and_transfers_of_its_steps_on_its_ranks(tmp_path: Path, schedule: str) -> None:
     plan = spawn.plan(pp=2, schedule=schedule, in_flight=(2, 1))
-    ended = spawn.train(tmp_path, plan, {"train": {"steps": 4, "profile": Profile(2, 3, (1,))}})
+    train = {"steps": 6, "checkpoint_interval": 2, "profile": Profile(2, 3, (1,))}  # with a save after the profile
+    ended = spawn.train(tmp_path, plan, {"train": train})
     assert ended.codes == [0, 0], ended.output
     (path,) = ended.run.trace.glob("profile-*")
     assert path.name == "profile-rank-1.json.gz" and f"profile written to {path}" in ended.log(1)
