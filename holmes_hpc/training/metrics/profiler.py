@@ -14,7 +14,6 @@ from holmes_hpc.config.train import Profile
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.training.rank.log import log_line
 
-
 _finished = list[profile]()  # freed in torch 2.13, a profile makes a later garbage collection crash
 
 
