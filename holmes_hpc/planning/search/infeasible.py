@@ -70,7 +70,7 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     needed, where, hint = tp * dp * cp, "plan.cp" if cp > 1 else "plan", "use smaller sizes or more nodes"
     message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed * pp} GPUs, there are {ranks.total()}"
     yield needed * pp > ranks.total(), message, hint, where
-    largest = max(ranks.values())
+    largest = max(ranks.values(), default=0)
     message = f"a stage of TP {tp} x DP {dp}{cp_factor} needs {needed} GPUs of one fabric, the largest has {largest}"
     yield cp > 1 and needed > largest, message, hint, where
 
