@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed.reduce_scatter_with_fp32_accumulation import reduce_scatter_with_fp32_accumulation
 
 from holmes_hpc.fabric.site import FabricLink, Site
 from holmes_hpc.planning.cost.calibration import Calibration
@@ -25,6 +24,7 @@ from holmes_hpc.planning.cost.network_figures import Link, collectives
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.training.network import interfaces
+from holmes_hpc.training.network.reduce_scatter import reduce_scatter
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.session import Session
 
@@ -193,22 +193,21 @@ def _measure_collectives(session: Session) -> list[Sample]:
     algorithms, speed, link = collectives(gpu), nominal_rate(plan, transport, ranks), link_name(transport)
     senders = 1 if nodes == 1 else p.tp  # the TP ranks of a node send at the same time
     n, samples = len(ranks), []
-    all_to_all = algorithms.is_all_to_all(n, nodes)
-    reduce_scatter = reduce_scatter_with_fp32_accumulation if all_to_all else dist.reduce_scatter_tensor
+    function: Callable[..., Any] = reduce_scatter if algorithms.is_all_to_all(n, nodes) else dist.reduce_scatter_tensor
     pools = tuple(dict.fromkeys(plan.places[r].pool for r in ranks))
     max_bytes = min(MAX_BYTES, plan.bucket_bytes, int(MAX_SEND_S * speed))  # all groups wait for the slowest network
     for size in (SMALL_BYTES, max_bytes // 2, max_bytes):
         full = torch.zeros(max(1, size // 4 // n) * n, device=session.device)
         shard = torch.zeros(len(full) // n, device=session.device)
-        reduce = partial(reduce_scatter, shard, full, dist.ReduceOp.SUM, group, False)
+        reduce = partial(function, shard, full, dist.ReduceOp.SUM, group, False)
         gather = partial(dist.all_gather_into_tensor, full, shard, group=group)
-        for collective, factor, fill, task in (
+        for collective, factor, fill, call in (
             ("reduce_scatter", algorithms.reduce_scatter(n, nodes), 0.0, reduce),
             ("all_gather", algorithms.all_gather, algorithms.gather_fill, gather),
         ):
             sent_s = factor * (n - 1 + fill) / n * len(full) * 4 * senders / speed  # as in planning.cost.network_times
             text, steps = f"{len(full) * 4} bytes over {n} ranks", factor * (n - 1)
-            samples.append(Sample(pools, f"{link}.{collective}", text, steps, sent_s, _median_s(task)))
+            samples.append(Sample(pools, f"{link}.{collective}", text, steps, sent_s, _median_s(call)))
     return samples if session.launch.rank == ranks[0] else []
 
 

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    param_and_grad_buffer,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -24,6 +29,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.metrics.breakdown import Breakdown
 from holmes_hpc.training.model import experts, gpt, megatron_versions
 from holmes_hpc.training.network.per_stage_groups import pipeline_stub
+from holmes_hpc.training.network.reduce_scatter import reduce_scatter
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
@@ -62,6 +68,8 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
         bucket_size=max(1, plan.bucket_bytes // BYTES[grad_dtype]),
         check_for_nan_in_grad=False,
     )
+    if ddp.reduce_scatter_with_fp32_accumulation:
+        param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = reduce_scatter
     wrapped = []
     for index, chunk in enumerate(chunks):
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
