@@ -110,19 +110,19 @@ def _gib(value: Any) -> float:
 
 
 def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
-    """Return the table of each pipeline stage's step time: the seconds of each part, and its share of their sum."""
-    plan_stages, types = plan.get("stages") or [], nic_types(plan)
+    """Return the table of each pipeline stage's step time: each part in seconds and as a share of the step."""
+    plan_stages, types, step_s = plan.get("stages") or [], nic_types(plan), run["step_time_s"]
     rows = []
     for index, parts in enumerate(stage_breakdown(run)):
         plan_stage = plan_stages[index] if index < len(plan_stages) else {}
-        total, fabric = sum(filter(has_value, parts.values())), str(plan_stage.get("fabric", NONE))
-        known = {p: parts[p] for p in PARTS if total and has_value(parts.get(p))}
-        shares = [f"{format_number(known[p])} {known[p] / total:.0%}" if p in known else NONE for p in PARTS]
+        fabric = str(plan_stage.get("fabric", NONE))
+        known = {p: parts[p] for p in PARTS if step_s and has_value(parts.get(p))}
+        shares = [f"{format_number(known[p])} {known[p] / step_s:.0%}" if p in known else NONE for p in PARTS]
         place = f"{fabric} ({NIC_WORDS.get(types.get(fabric, ''), '?')})"
         rows.append([str(index), place, str(plan_stage.get("layers", NONE)), *shares])
     columns = ["stage", "fabric", "layers", *(PART_NAMES[p] for p in PARTS)]
     caption = f"medians over {basis_note(run)}; mean over a stage's ranks"
-    return Table("Step time by stage: seconds, share", columns, rows, caption)
+    return Table("Step time by stage: seconds, share of the step", columns, rows, caption)
 
 
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:

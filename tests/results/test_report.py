@@ -76,6 +76,8 @@ def test_stages_name_their_fabrics_and_parts_add_up(one: Report) -> None:
     assert [row["fabric"] for row in rows] == ["ib-a (IB)", "roce-a (RoCE)"] and rows[0]["layers"] == "6"
     shares = [int(cell.split()[1].rstrip("%")) for cell in list(rows[0].values())[3:]]
     assert 98 <= sum(shares) <= 102 and shares[0] == 70
+    longer_step = tables.stages({**one.run, "step_time_s": 2 * one.run["step_time_s"]}, one.plan)
+    assert longer_step.rows[0][3].split()[1] == "35%"  # of the step, although the parts add up to half of it
 
 
 def test_transports_of_the_plan(one: Report) -> None:
