@@ -29,8 +29,8 @@ from holmes_hpc.config.learning_rate import describe_lr_change
 from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.extras import missing
 from holmes_hpc.planning.cost.predict import timeline
+from holmes_hpc.planning.layout_text import placement_text
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.plan_text import placement_text
 from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
 from holmes_hpc.records.locks import refuse_replaced

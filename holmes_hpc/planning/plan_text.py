@@ -11,6 +11,7 @@ from holmes_hpc.errors import HolmesError, counted, rounded
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, stage_breakdown_of, step_time_s
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
+from holmes_hpc.planning.layout_text import layout_texts, optimizer_text, placements
 from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
@@ -60,18 +61,17 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
 
 
 def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
-    batch, notes, placements = plan.batch, plan.assumptions, _placements(plan)
+    batch, notes, pool_lines = plan.batch, plan.assumptions, placements(plan)
     runners_up = len(plan.alternatives)
     details = f"{runners_up} runner{'s' * (runners_up != 1)}-up, {counted(len(notes), 'assumption')}"
-    if len(placements) > MAX_PLACEMENTS:
+    if len(pool_lines) > MAX_PLACEMENTS:
         rest = plan.components[MAX_PLACEMENTS - 1 :]
         layers = sum(plan.stages[s].layers for s in {s for c in rest for s in c.stages})
-        placements[MAX_PLACEMENTS - 1 :] = [f"and {len(rest)} more pools, {counted(layers, 'layer')}"]
+        pool_lines[MAX_PLACEMENTS - 1 :] = [f"and {len(rest)} more pools, {counted(layers, 'layer')}"]
     lines = [
         f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} tokens per step",
-        *(f"  {text}" for text in placements),
-        f"Layout: {plan.strategy_label}; {plan.parallel}; {counted(plan.micro_batches, 'micro-batch')} of"
-        f" {batch.micro_size}; schedule {plan.order.schedule.label}; recompute {plan.recompute}",
+        *(f"  {text}" for text in pool_lines),
+        f"Layout: {'; '.join(layout_texts(plan))}",
     ]
     if plan.predicted is not None:
         lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
@@ -213,6 +213,7 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
         *_stage_parts(plan, predicted, costs),
         f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit}",
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
+        f"{optimizer_text(plan)}.",
     ]
 
 
@@ -367,28 +368,4 @@ def _too_close(plan: Plan) -> list[str]:
         f"A runner-up less than {TOO_CLOSE:.0%} slower is too close to call. Measure 20 steps of each:"
         f" `holmes run … train.steps=20`, and again with {sizes}"
         f" 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
-    ]
-
-
-def placement_text(plan: Plan) -> str:
-    """Return the nodes and the stages of each component."""
-    return ", ".join(f"{counted(c.nodes, 'node')} of {c.pool} ({_stages_text(c.stages)})" for c in plan.components)
-
-
-def _stages_text(numbers: tuple[int, ...]) -> str:
-    is_range = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
-    listed = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
-    return f"stage{'s' * (len(numbers) > 1)} {listed}"
-
-
-def _layers_text(layers: list[int]) -> str:
-    return f"{abbreviated(layers, '+')} layer{'s' * (layers != [1])}"
-
-
-def _placements(plan: Plan) -> list[str]:
-    """Return a line for each component: its nodes, GPUs, stages and layers."""
-    return [
-        f"{c.pool}: {counted(c.nodes, 'node')} x {c.gpus_per_node} {plan.site.pool(c.pool).gpu.name},"
-        f" {_stages_text(c.stages)}, {_layers_text([plan.stages[s].layers for s in c.stages])}"
-        for c in plan.components
     ]

@@ -75,6 +75,13 @@ def test_the_headline_shows_the_sequence_length() -> None:
     assert "gpt_3_6b, 64 sequences of 1024 tokens per step" in " ".join(explain(plan, Costs()))
 
 
+@pytest.mark.parametrize(("is_sharded", "sharding"), [(True, "sharded over"), (False, "replicated on")])
+def test_the_details_name_the_sharding_and_the_bucket_size(is_sharded: bool, sharding: str) -> None:
+    options = PlanOptions(tp=1, pp=2, dp=8, distributed_optimizer=is_sharded, bucket_bytes=50_000_000)
+    plan = fixed_plan(MODEL, Batch(64, 1, 1024), SITE, options, Costs())
+    assert f"Optimizer: {sharding} the data-parallel ranks; gradient buckets of 50 MB." in explain(plan, Costs())
+
+
 def test_each_gpu_kind_has_its_own_tflops() -> None:
     """Layers that no H100 has are not counted on it; all GPUs together do what the model needs."""
     faster = replace(A100, name="h100-80gb", peak_tflops=989.0)
