@@ -29,7 +29,7 @@ from holmes_hpc.config.learning_rate import describe_lr_change
 from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.extras import missing
 from holmes_hpc.planning.cost.predict import timeline
-from holmes_hpc.planning.layout_text import placement_text
+from holmes_hpc.planning.layout_text import placements, plan_changes
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import costs
 from holmes_hpc.records.find import find_run, runs_root
@@ -115,7 +115,7 @@ def run(
     Example: holmes run model=gpt_tiny 'plan.nodes={ib-a: 2, roce-a: 2}'"""
     overrides = [*with_flags(flags, overrides), *["elastic.enabled=true"] * elastic]
     plan, config = plan_run(overrides, earliest=earliest)
-    console.note(f"plan {plan.id}: {plan.strategy_label}, {placement_text(plan)}")
+    console.note(f"plan {plan.id}: {plan.strategy_label}; {'; '.join(placements(plan))}")
     record, job = create_and_submit(plan, config, overrides)
     console.note(f"job {job.id}: {record.path}")
     code = progress.report_progress(record, job, show=console.note if json else console.text)
@@ -172,6 +172,8 @@ def resume(
                 console.note(lr_change)
         else:
             console.note("no complete checkpoint: the run starts again with step 1")
+        if plan_path and (changes := plan_changes(Plan.read(record.plan_path), plan)):
+            console.note(f"the plan changes: {changes}")
         note_requeues(plan, config, last_step)
         refuse_replaced(record.path / create.LOCK, lock, record.path)
         reopened = record.reopen(plan.to_yaml() if plan_path else None)

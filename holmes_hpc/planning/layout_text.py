@@ -2,31 +2,20 @@
 
 from holmes_hpc.errors import counted
 from holmes_hpc.planning.plan.parallel import abbreviated
-from holmes_hpc.planning.plan.plan import Plan
-
-
-def placement_text(plan: Plan) -> str:
-    """Return the nodes and the stages of each component."""
-    return ", ".join(f"{counted(c.nodes, 'node')} of {c.pool} ({_stages_text(c.stages)})" for c in plan.components)
-
-
-def _stages_text(numbers: tuple[int, ...]) -> str:
-    is_range = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
-    listed = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
-    return f"stage{'s' * (len(numbers) > 1)} {listed}"
-
-
-def _layers_text(layers: list[int]) -> str:
-    return f"{abbreviated(layers, '+')} layer{'s' * (layers != [1])}"
+from holmes_hpc.planning.plan.plan import Component, Plan
 
 
 def placements(plan: Plan) -> list[str]:
     """Return a line for each component: its nodes, GPUs, stages and layers."""
-    return [
-        f"{c.pool}: {counted(c.nodes, 'node')} x {c.gpus_per_node} {plan.site.pool(c.pool).gpu.name},"
-        f" {_stages_text(c.stages)}, {_layers_text([plan.stages[s].layers for s in c.stages])}"
-        for c in plan.components
-    ]
+    gpus = {c.pool: f"{c.gpus_per_node} {plan.site.pool(c.pool).gpu.name}" for c in plan.components}
+    return [f"{c.pool}: {counted(c.nodes, 'node')} x {gpus[c.pool]}, {_stages(plan, c)}" for c in plan.components]
+
+
+def _stages(plan: Plan, component: Component) -> str:
+    numbers, layers = component.stages, [plan.stages[s].layers for s in component.stages]
+    is_range = len(numbers) > 2 and numbers == tuple(range(numbers[0], numbers[-1] + 1))
+    listed = f"{numbers[0]} to {numbers[-1]}" if is_range else ", ".join(map(str, numbers))
+    return f"stage{'s' * (len(numbers) > 1)} {listed}, {abbreviated(layers, '+')} layer{'s' * (layers != [1])}"
 
 
 def layout_texts(plan: Plan) -> list[str]:
@@ -39,4 +28,10 @@ def layout_texts(plan: Plan) -> list[str]:
 def optimizer_text(plan: Plan) -> str:
     """Return whether the optimizer is sharded, and the size of gradient buckets, as text."""
     sharding = "sharded over" if plan.parallel.distributed_optimizer else "replicated on"
-    return f"Optimizer: {sharding} the data-parallel ranks; gradient buckets of {plan.bucket_bytes / 1e6:g} MB"
+    return f"optimizer {sharding} the data-parallel ranks, gradient buckets of {plan.bucket_bytes / 1e6:g} MB"
+
+
+def plan_changes(old: Plan, new: Plan) -> str:
+    """Return the differences between the layouts of two plans as text, with the former values; empty without any."""
+    old_texts, texts = ([" and ".join(placements(p)), *layout_texts(p), optimizer_text(p)] for p in (old, new))
+    return "; ".join(f"{text} (was {before})" for before, text in zip(old_texts, texts, strict=True) if text != before)

@@ -31,6 +31,7 @@ _REMEDIES = {  # by part of the step
 LONG_WAIT = 0.25  # of a step: a longer pipeline wait is reported beside the longest part
 MORE_NODES = "twice the nodes of every pool in use"
 _NO_HELP = "Networks twice as fast, twice the nodes or twice the batch would not help this plan."
+_GAINS = "What would help, each change alone and with this layout (a new plan may gain more):"
 MAX_STAGES_LISTED = 8  # stages whose parts are listed
 MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
@@ -53,7 +54,8 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
     lines = [*_summary(plan, costs, steps)[:-1], "", *_drawing(plan)]
     if predicted is not None:
         lines += ["", *_step(plan, predicted, costs), *_per_stage_gain(plan, predicted), *_stage_transfers(plan, costs)]
-        lines += ["", *_improvement_lines(_improvements(plan, predicted, costs))]
+        gains = [f"  {gain:+7.1%} samples/s  {change}" for gain, change in _improvements(plan, predicted, costs)]
+        lines += ["", *([_GAINS, *gains] if gains else [_NO_HELP])]
     lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)] if plan.alternatives else []
     lines += [f"Unused: {unused}"] if unused else []
     lines += ["", "Assumptions:", *assumptions] if assumptions else []
@@ -213,7 +215,7 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
         *_stage_parts(plan, predicted, costs),
         f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit}",
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
-        f"{optimizer_text(plan)}.",
+        f"Other settings: {optimizer_text(plan)}.",
     ]
 
 
@@ -305,12 +307,6 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[
         *_more_nodes(plan, predicted, costs),
     ]
     return sorted((g for g in gains if g[0] >= 0.001), reverse=True)
-
-
-def _improvement_lines(gains: Sequence[tuple[float, str]]) -> list[str]:
-    """Return the lines on what would help."""
-    title = "What would help, each change alone and with this layout (a new plan may gain more):"
-    return [title, *(f"  {gain:+7.1%} samples/s  {change}" for gain, change in gains)] if gains else [_NO_HELP]
 
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:

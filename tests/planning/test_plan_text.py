@@ -79,7 +79,8 @@ def test_the_headline_shows_the_sequence_length() -> None:
 def test_the_details_name_the_sharding_and_the_bucket_size(is_sharded: bool, sharding: str) -> None:
     options = PlanOptions(tp=1, pp=2, dp=8, distributed_optimizer=is_sharded, bucket_bytes=50_000_000)
     plan = fixed_plan(MODEL, Batch(64, 1, 1024), SITE, options, Costs())
-    assert f"Optimizer: {sharding} the data-parallel ranks; gradient buckets of 50 MB." in explain(plan, Costs())
+    line = f"Other settings: optimizer {sharding} the data-parallel ranks, gradient buckets of 50 MB."
+    assert line in explain(plan, Costs())
 
 
 def test_each_gpu_kind_has_its_own_tflops() -> None:

@@ -105,6 +105,24 @@ def test_resume_reports_where_the_learning_rate_now_ends(
         ) == is_reported
 
 
+def test_resume_names_what_another_plan_changes(
+    record: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lifecycle = "holmes_hpc.submission.lifecycle"
+    monkeypatch.setattr(f"{lifecycle}.status.run_status", lambda _: SimpleNamespace(state="failed"))
+    monkeypatch.setattr(f"{lifecycle}.progress.report_progress", lambda *_: 2)
+    monkeypatch.setattr(runs, "submit_run", lambda *_: SimpleNamespace(id="7"))
+    old = Plan.read(record.plan_path)
+    new = replace(old, recompute="full", bucket_bytes=50_000_000)
+    with pytest.raises(typer.Exit):
+        runs.resume(str(record.path), [], write_plan(new, tmp_path / "new.yaml"))
+    changes = "the plan changes: recompute full (was recompute none); optimizer sharded over the data-parallel ranks,"
+    assert f"{changes} gradient buckets of 50 MB (was optimizer sharded" in capsys.readouterr().err
+    with pytest.raises(typer.Exit):
+        runs.resume(str(record.path), ["train.steps=8"], None)
+    assert "the plan changes" not in capsys.readouterr().err
+
+
 def test_fp8_is_checked_before_a_run_continues(record: RunDirectory) -> None:
     with pytest.raises(ConfigError, match="there are no FP8 figures for cpu"):
         prepare_continuation(record, "failed", ["train.fp8=delayed"], None)
