@@ -29,12 +29,14 @@ REQUIRED = dataclasses.MISSING
 
 @dataclasses.dataclass(frozen=True)
 class KeySpec:
-    """The help, unit and range of a field. `one_of`: the allowed texts; `infinite`: whether infinity is allowed."""
+    """The help, unit and range of a field. `one_of`: the allowed texts; `infinite`: whether infinity is allowed;
+    `auto`: whether ``auto`` means null."""
 
     help: str = ""
     unit: str = ""
     one_of: tuple[str, ...] = ()
     infinite: bool = False
+    auto: bool = False
     gt: float | None = None
     ge: float | None = None
     lt: float | None = None
@@ -192,7 +194,8 @@ def allowed(declared: Key, value: Any = None) -> str:
     else:
         text = "use " + " or ".join(dict.fromkeys(_type_text(m, declared.spec) for m in _members(declared.type)))
     text += f" ({declared.spec.unit})" if declared.spec.unit else ""
-    text += ", or null" if type(None) in _all_members(declared.type) else ""
+    null = ", null or auto" if declared.spec.auto else ", or null"
+    text += null if type(None) in _all_members(declared.type) else ""
     is_exponent = isinstance(value, str) and re.fullmatch(r"[+-]?\d+\.?\d*e[+-]?\d+", value, re.IGNORECASE)
     if is_exponent and not {int, float}.isdisjoint(kinds(declared.type)):
         text += f"; YAML reads {value} as text: write {Decimal(value):f}"

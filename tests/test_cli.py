@@ -797,6 +797,8 @@ def test_predict_refuses_options_that_the_plan_sets(holmes, site, tmp_path):
     refused(holmes("predict", str(path), "plan_file=other.yaml"), "plan_file is other.yaml")
     given = ("predict", "--site", str(site), "--model", "gpt_3_6b", "--dp", "8", "--nodes", "ib-a=1")
     refused(holmes(*given, "--sharding", "none", "--distributed-optimizer"), "--sharding none")
+    refused(holmes(*given, "--distributed-optimizer", "yes"), "--distributed-optimizer: it takes no value, but 'yes'")
+    refused(holmes("plan", *given[1:3], "--no-distributed-optimizer", "no"), "it takes no value, but 'no' follows")
 
 
 def test_plan_without_a_model_names_the_default(holmes, site):

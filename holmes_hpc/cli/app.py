@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from holmes_hpc import console
-from holmes_hpc.config.flags import FLAGS, Flag
+from holmes_hpc.config.flags import FLAGS, SWITCH_VALUES, Flag
 from holmes_hpc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def check_output(file: str | None) -> None:
 
 def is_file_argument(argument: str) -> bool:
     """Return whether the first argument of a command is the name of a file, not an override KEY=VALUE."""
-    return "=" not in argument or Path(argument).exists()
+    return Path(argument).exists() or ("=" not in argument and argument not in SWITCH_VALUES)
 
 
 def load_site(config: Configuration) -> Site:

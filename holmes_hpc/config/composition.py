@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
-from holmes_hpc.config.flags import FLAGS
+from holmes_hpc.config.flags import FLAGS, SWITCH_VALUES
 from holmes_hpc.config.group_options import DEFAULTS, option, suggested_override, unknown_key
 from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
@@ -111,8 +111,12 @@ def for_hydra(overrides: Sequence[str]) -> list[str]:
 
 def with_flags(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> list[str]:
     """Return `flags` (name -> value, declared in config/flags.py) and `overrides` as overrides.
-    Raise ConfigError if both set a key to different values."""
+    Raise ConfigError if both set a key to different values, or if a value follows a switch."""
     flag_overrides = {name: FLAGS[name].override(value) for name, value in flags.items()}
+    for switch in [name for name in flags if FLAGS[name].is_switch]:
+        values = [word for word in overrides or () if word in SWITCH_VALUES]
+        hint = f"write {switch}, or --no-{switch.strip('-')}"
+        ConfigError.refuse(switch, (values, f"it takes no value, but {' '.join(values)!r} follows", hint))
     for override in overrides or ():
         key = override.lstrip("+").partition("=")[0]
         for name in [n for n in flag_overrides if _changes(key, FLAGS[n].key)]:

@@ -105,6 +105,7 @@ _KEYS = (
     ),
     "calibration",
 )
+SWITCH_VALUES = ("yes", "no", "true", "false")  # words that a user may write after a switch, which takes none
 FLAGS: dict[str, Flag] = {
     flag.name: flag
     for key in _KEYS

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from holmes_hpc.config.renamed_keys import move_renamed
 from holmes_hpc.errors import Case
-from holmes_hpc.schema import Checked, key
+from holmes_hpc.schema import Checked, key, keys
 
 STRATEGIES = ("one-fabric", "pipeline", "hierarchical-dp")
 RECOMPUTE = ("none", "selective", "full")
@@ -51,11 +51,9 @@ class PlanOptions(Checked, where="plan", dotted=True):
     tp: Annotated[int | None, key("tensor-parallel size", ge=1)] = None
     pp: Annotated[int | None, key("pipeline-parallel size: stages", ge=1)] = None
     dp: Annotated[int | None, key("data-parallel size", ge=1)] = None
-    cp: Annotated[int | None, key("ranks that share a sequence; null or auto: the planner chooses", ge=1)] = None
+    cp: Annotated[int | None, key("ranks that share a sequence; auto: the planner chooses", ge=1, auto=True)] = None
     cp_comm: Annotated[str, key("CP's attention: ring, or all-to-all (a2a)", one_of=("auto", "ring", "a2a"))] = "auto"
-    ep: Annotated[int | None, key("expert-parallel size, inside a stage; null or auto: the planner chooses", ge=1)] = (
-        None
-    )
+    ep: Annotated[int | None, key("expert-parallel size in a stage; auto: the planner chooses", ge=1, auto=True)] = None
     virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
     layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: see plan.partition", ge=1)] = None
     partition: Annotated[
@@ -86,7 +84,7 @@ class PlanOptions(Checked, where="plan", dotted=True):
     sequence_parallel: Annotated[bool | None, key("split activations outside TP regions over the TP ranks")] = None
     distributed_optimizer: Annotated[
         bool | None,
-        key("shard optimizer states over the data-parallel ranks; null or auto: unless a step is 1% shorter without"),
+        key("shard optimizer states over data-parallel ranks; auto: unless a step is 1% shorter without", auto=True),
     ] = None
     bucket_bytes: Annotated[int | None, key("size of a gradient bucket", unit="bytes", ge=1)] = None
     edge_dtype: Annotated[
@@ -115,7 +113,7 @@ class PlanOptions(Checked, where="plan", dotted=True):
     def __post_init__(self) -> None:
         if isinstance(self.unequal, bool):  # YAML reads these words as booleans
             object.__setattr__(self, "unequal", str(self.unequal).lower())
-        for name in ("distributed_optimizer", "cp", "ep"):
+        for name in [name for name, declared in keys(type(self)).items() if declared.spec.auto]:
             if getattr(self, name) == "auto":
                 object.__setattr__(self, name, None)
         for kind, option in OPTION_NAMES.items():

@@ -29,6 +29,7 @@ WRONG = {
     "data.seed=4294967296": ("seed is 4294967296", "below 4294967296"),
     "data=indxed": ("no data 'indxed'", "did you mean 'indexed'?"),
     "plan.tp=two": ("plan.tp is 'two'", "whole number from 1, or null"),
+    "plan.distributed_optimizer=maybe": ("distributed_optimizer is 'maybe'", "use true or false, null or auto"),
     "plan.nodes={ib-a: 0}": ("plan.nodes is {'ib-a': 0}", "whole numbers from 1"),
     "plan.layers_per_stage=[1,x]": ("layers_per_stage is", "list of whole numbers from 1"),
     "plan.schedule=1fb1": ("schedule is '1fb1'", "did you mean '1f1b'?)"),
