@@ -798,6 +798,7 @@ def test_predict_refuses_options_that_the_plan_sets(holmes, site, tmp_path):
     given = ("predict", "--site", str(site), "--model", "gpt_3_6b", "--dp", "8", "--nodes", "ib-a=1")
     refused(holmes(*given, "--sharding", "none", "--distributed-optimizer"), "--sharding none")
     refused(holmes(*given, "--distributed-optimizer", "yes"), "--distributed-optimizer: it takes no value, but 'yes'")
+    refused(holmes(*given, "plan.unequal=true"), "plan.unequal: stages of a given layout are alike; leave it out")
     refused(holmes("plan", *given[1:3], "--no-distributed-optimizer", "no"), "it takes no value, but 'no' follows")
 
 

@@ -222,6 +222,7 @@ def _refuse_layout(options: Mapping[str, Any], overrides: Sequence[str]) -> None
 def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
     """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
     plan, cp, site = config.plan, config.plan.cp or 1, request.site(config)
+    ConfigError.refuse("plan.unequal", (plan.unequal == "true", "stages of a given layout are alike", "leave it out"))
     site = software.applied_to(site, plan.nodes or ())
     tp, length = plan.tp or 1, config.batch.split(cp).sequence_length
     fills_gpus, bucket_bytes = software.is_megatron or plan.nodes, plan.bucket_bytes

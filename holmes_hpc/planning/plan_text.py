@@ -154,10 +154,12 @@ def duration(days: float) -> str:
 
 def _drawing(plan: Plan) -> list[str]:
     """Draw the components from first to last stage, and the transfers between them."""
-    edges = {g.stages: g.transport for g in plan.transports() if g.kind == "edge"}
-    dp_transports = {g.stages[0]: g.transport for g in plan.transports() if g.kind == "dp"}
+    transports = list(plan.transports())
+    edges = {g.stages: g.transport for g in transports if g.kind == "edge"}
+    across = {g.stages[0]: str(g.transport) for g in transports if g.kind == "dp"}
+    inside = {(plan.component_of(g.ranks[0]), g.stages[0]): g.transport for g in transports if g.kind == "intra_dp"}
     lines, shares = list[str](), _shares(plan)
-    for part in plan.components:
+    for index, part in enumerate(plan.components):
         pool = plan.site.pool(part.pool)
         lines.append(
             f"+-- {part.pool}: {counted(part.nodes, 'node')} x {part.gpus_per_node} {pool.gpu.name}, {pool.nic}"
@@ -170,7 +172,8 @@ def _drawing(plan: Plan) -> list[str]:
             layers = ", ".join(str(plan.stages[s].layers) for s in part.stages)
             rows = [([*part.stages], f"stages {part.stages[0]} to {part.stages[-1]}: {layers} layers")]
         for stages, text in rows:
-            transport = " and ".join(dict.fromkeys(str(dp_transports[s]) for s in stages if s in dp_transports))
+            blocks = {s: f"{inside[index, s]} inside the pool and " for s in stages if (index, s) in inside}
+            transport = " and ".join(dict.fromkeys(blocks.get(s, "") + across[s] for s in stages if s in across))
             lines.append(f"|   {text}{transport and f', data parallel by {transport}'}")
         following = (part.stages[-1], part.stages[-1] + 1)
         if following in edges and plan.strategy != "hierarchical-dp":

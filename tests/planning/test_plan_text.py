@@ -8,7 +8,7 @@ from dataclasses import replace
 import plans
 import pytest
 import yaml
-from sites import A100
+from sites import A100, two_clusters
 
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch
@@ -95,6 +95,15 @@ def test_each_gpu_kind_has_its_own_tflops() -> None:
     text = " ".join(explain(plan, Costs()))
     tokens = plan.predicted.samples_per_s * BATCH.sequence_length
     assert f"{tokens:,.0f} tokens/s" in text and f"{tflops[faster]:.3g} on h100-80gb (" in text
+
+
+def test_the_drawing_shows_the_networks_inside_and_between_pools() -> None:
+    plan = best_plan(
+        MODEL, Batch(768, 4, 2048), two_clusters(2), PlanOptions(strategy="hierarchical-dp", tp=1), Costs()
+    )
+    text = " ".join(explain(plan, Costs(), width=1000))
+    for fabric in ("ib (ib-a)", "roce (roce-a)"):
+        assert f"data parallel by rdma over {fabric} inside the pool and tcp over ethernet" in text
 
 
 def test_runners_up_are_sorted_by_step_time_and_gains_name_their_assumption() -> None:

@@ -33,9 +33,7 @@ class Space:
         message = f"layers_per_stage {list(layers)} are {sum(layers)} layers, {model.name} has {model.layers}"
         is_wrong = sum(layers) != model.layers
         PlanError.refuse("plan.layers_per_stage", (is_wrong, message, f"give numbers that sum to {model.layers}"))
-        message = f"a pipeline needs two pools or more, there is only {self.available[0].pool.name}"
-        is_wrong, hint = options.strategy == "pipeline" and len(self.available) == 1, "use one-fabric or auto"
-        PlanError.refuse("plan.strategy", (is_wrong, message, f"{hint}, or add nodes of a second one"))
+        self._check_strategy()
         self._has_hierarchies = batch.cp == 1 and not model.experts.count
         self.is_complete = True  # set by placements(): no placement was pruned
         self._pool_costs: list[PoolCosts] = []
@@ -52,6 +50,19 @@ class Space:
                     continue
                 if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
                     self._pool_costs.append(PoolCosts(problem, micro_size, tp, usable))
+
+    def _check_strategy(self) -> None:
+        """Raise PlanError if the user's strategy is impossible on the available pools."""
+        o, pool, gpus = self.options, self.available[0].pool.name, self.available[0].gpus_per_node
+        is_lone, tp, hint = len(self.available) == 1, o.tp or 1, "use one-fabric or auto, or add nodes of a second one"
+        problem = f"a pipeline needs two pools or more, there is only {pool}"
+        PlanError.refuse("plan.strategy", (o.strategy == "pipeline" and is_lone, problem, hint))
+        if o.strategy == "hierarchical-dp":
+            problem = f"hierarchical-dp in pool {pool} needs {2 * tp} GPUs per node for two stages; it has {gpus}"
+            PlanError.refuse("plan.strategy", (is_lone and gpus < 2 * tp, problem, hint))
+            is_unsharded, hint = o.distributed_optimizer is False, "use true or auto, or another plan.strategy"
+            problem = "hierarchical-dp over several pools needs a sharded optimizer"
+            PlanError.refuse("plan.distributed_optimizer", (is_unsharded and not is_lone, problem, hint))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
         """Return all placements if they are few, else those within the :class:`Limit` of `margin`.

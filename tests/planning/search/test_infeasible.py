@@ -121,6 +121,16 @@ def test_options_that_context_parallelism_excludes_are_named(options: dict[str, 
     assert str(plan_error(make_site(), cp=2, **options)).startswith(start)
 
 
+def test_keys_that_exclude_hierarchical_data_parallelism_are_named() -> None:
+    one_gpu = replace(make_site().pools[0], gpus_per_node=1)
+    assert str(plan_error(Site("one", (one_gpu,)), strategy="hierarchical-dp")).startswith(
+        "plan.strategy: hierarchical-dp in pool ib needs 2 GPUs per node for two stages; it has 1; use"
+    )
+    assert str(plan_error(two_clusters(1), strategy="hierarchical-dp", distributed_optimizer=False)).startswith(
+        "plan.distributed_optimizer: hierarchical-dp over several pools needs a sharded optimizer; use true or auto"
+    )
+
+
 def test_context_parallelism_across_fabrics_is_refused() -> None:
     sizes = {"ib-a": 1, "roce-a": 1}
     for options, stage in (({"cp": 16}, "TP 1 x DP 1 x CP 16"), ({"cp": 4, "dp": 2, "tp": 2}, "TP 2 x DP 2 x CP 4")):
