@@ -37,7 +37,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_yaml, write_whole
-from holmes_hpc.submission.lifecycle.requirements import check_optimizer
+from holmes_hpc.submission.lifecycle.requirements import check_training
 
 if TYPE_CHECKING:
     from holmes_hpc.submission.queue_estimate import QueueEstimate
@@ -90,7 +90,7 @@ def plan(
     estimates = submission_steps.earliest_ends(config, clock, search_costs) if earliest else []
     site = None if estimates or config.plan_file else load_site(config)
     chosen = estimates[0].plan if estimates else request.make_plan(config, site, clock, search_costs)
-    check_optimizer(config.train, chosen)
+    check_training(config.train, chosen)
     if site is not None:
         note_partition_limits(chosen, config)
     if output:

@@ -24,7 +24,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission import queue_estimate
 from holmes_hpc.submission.executor.submit import SubmissionUnknown
 from holmes_hpc.submission.lifecycle import create
-from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_optimizer
+from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_training
 from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
@@ -56,7 +56,7 @@ def plan_run(
     plan = make_plan(config, None if config.plan_file else load_site(config), Clock(report=console.note))
     if config.plan_file:
         check_site(plan, load_site(config))
-    check_optimizer(config.train, plan)
+    check_training(config.train, plan)
     if not config.elastic.enabled and config.elastic != ElasticConfig():
         console.note("keys of the group elastic have no effect without --elastic")
     if config.elastic.members and len(plan.components) == 1:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
-from holmes_hpc.errors import Case
+from holmes_hpc.errors import Case, ConfigError
 from holmes_hpc.schema import Checked, key
 
 GRAD_DTYPES = ("fp32", "bf16", "fp16")
@@ -18,6 +18,12 @@ class Profile(Checked, where="train.profile"):
     start: Annotated[int, key("first step", ge=1)]
     stop: Annotated[int, key("last step", ge=1)]
     ranks: Annotated[tuple[int, ...], key("global ranks", ge=0)] = (0,)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raise ConfigError for a rank that a run of `world_size` ranks lacks."""
+        last_rank, hint = max(self.ranks, default=0), f"use 0 to {world_size - 1}"
+        problem = f"rank {last_rank} does not exist"
+        ConfigError.refuse("train.profile.ranks", (last_rank >= world_size, problem, hint))
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,7 @@ class TrainConfig(Checked, where="train", dotted=True):
     checkpoint_async: Annotated[bool, key("write checkpoints during the next steps")] = True
     trace: Annotated[bool, key("write trace/rank-*.jsonl: compute and send times of each micro-batch")] = False
     profile: Annotated[
-        Profile | None,
-        key("torch's profiler writes trace/profile-rank-*.json.gz: {start: 10, stop: 12, ranks: [0, 4]}"),
+        Profile | None, key("torch's profiler writes trace/profile-rank-*.json.gz: {start: 10, stop: 12, ranks: [0]}")
     ] = None
     tensorboard: Annotated[bool, key("also write metrics for TensorBoard")] = False
     wandb: Annotated[str | None, key("also send metrics to this Weights & Biases project")] = None

@@ -24,7 +24,7 @@ from holmes_hpc.records.ownership import other_owners, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import OWN_FILES, STATES
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN
-from holmes_hpc.submission.lifecycle.requirements import check_optimizer
+from holmes_hpc.submission.lifecycle.requirements import check_training
 from holmes_hpc.submission.lifecycle.status import run_status, submission_time
 
 PACKAGES = ("holmes-hpc", "torch", "megatron-core", "submitit", "hydra-core", "numpy")
@@ -116,7 +116,7 @@ def _name_taken(path: Path) -> RecordError:
 def record_fields(config: Configuration, plan: Plan) -> dict[str, Any]:
     """Return the fields of run.yaml on plan and installation: components, emulated layer time, versions and commit.
     Raise ConfigError if the installed Megatron-Core cannot train the run."""
-    check_optimizer(config.train, plan)
+    check_training(config.train, plan)
     installation = {"versions": package_versions(), "git_commit": git_commit()}
     return {"components": plan.layout, "pace_layer_ms": pace(config, plan), **installation}
 
@@ -250,6 +250,7 @@ def prepare_continuation(
         (plan.model != recorded_plan.model, "the plan is for another model", "plan for this run's model"),
         (has_other_batch, "the plan has another batch", batch_hint),
     )
+    check_training(config.train, plan)
     check_fp8(plan.site, {part.pool for part in plan.components}, costs(replace(config, calibration=None), plan))
     if not config.local:
         check_site(plan, site(config))

@@ -39,14 +39,17 @@ def check_megatron_core(optimizer: str = "adam") -> None:
             raise ConfigError(problem, where="train.optimizer", hint=hint)
 
 
-def check_optimizer(train: TrainConfig, plan: Plan) -> None:
-    """Raise ConfigError if the installed Megatron-Core lacks the optimizer, or if Muon would train in fp16."""
+def check_training(train: TrainConfig, plan: Plan) -> None:
+    """Raise ConfigError if the installed Megatron-Core lacks the optimizer, if Muon would train in fp16, or if a rank
+    to profile does not exist."""
     check_megatron_core(train.optimizer)
     gpus = [plan.site.pool(c.pool).gpu for c in plan.components]
     lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
     problem = "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16"
     hint = "use train.optimizer=adam, or train.dtype=fp32"
     ConfigError.refuse("train.optimizer", (train.optimizer == "muon" and lacks_bf16, problem, hint))
+    if train.profile is not None:
+        train.profile.check_ranks(plan.world_size)
 
 
 def allow_open_files(ranks: int) -> None:

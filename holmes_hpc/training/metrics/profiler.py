@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from holmes_hpc.config.train import Profile
-from holmes_hpc.errors import ConfigError
 from holmes_hpc.training.rank.log import log_line
 
 _finished = list[profile]()  # freed in torch 2.13, a profile makes a later garbage collection crash
@@ -50,9 +49,8 @@ class Profiler:
     """
 
     def __init__(self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None) -> None:
-        last_rank, hint = max(window.ranks, default=0) if window else 0, f"use 0 to {world_size - 1}"
-        problem = f"rank {last_rank} does not exist"
-        ConfigError.refuse("train.profile.ranks", (last_rank >= world_size, problem, hint))
+        if window is not None:
+            window.check_ranks(world_size)
         self._window, self._group, self._is_profiled = window, group, window is not None and rank in window.ranks
         self._path = folder / f"profile-rank-{rank}.json.gz"
         self._profile: profile | None = None

@@ -101,3 +101,10 @@ def test_muon_is_refused_where_auto_means_fp16(monkeypatch: pytest.MonkeyPatch) 
     record("a100-40gb")
     record("v100-32gb", "train.dtype=fp32")
     record("v100-32gb", "train.device=cpu")
+
+
+def test_a_rank_to_profile_that_does_not_exist_is_refused_before_a_job() -> None:
+    config = load(["model=gpt_tiny", "batch=tiny", "train.profile={start: 1, stop: 2, ranks: [0, 4]}"])
+    with pytest.raises(ConfigError, match=r"train\.profile\.ranks: rank 4 does not exist; use 0 to 3") as refused:
+        requirements.check_training(config.train, plans.plan("ib-a", "roce-a"))
+    assert refused.value.exit_code == 2
