@@ -658,6 +658,8 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
     assert predicted("--sharding", "none")["memory_bytes_per_gpu"] > plain["memory_bytes_per_gpu"]
     assert "90% interval" in holmes(*layout)[1]
+    text = " ".join(holmes(*layout, "--overlap-grad-reduce", "no", "--overlap-param-gather", "yes")[1].split())
+    assert "Note: train.overlap_param_gather has no effect with train.overlap_grad_reduce=false" in text
     for more, message in (
         (("--attention", "fast"), "attention is 'fast'"),
         (("--fused-norm", "maybe"), "neither yes nor"),

@@ -35,7 +35,9 @@ _GAINS = "What would help, each change alone and with this layout (a new plan ma
 MAX_STAGES_LISTED = 8  # stages whose parts are listed
 MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
-_NOTED = re.compile(r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of")
+_NOTED = re.compile(
+    r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of|train\.overlap_"
+)
 _NIC_ASSUMED = re.compile(r"Ethernet only is assumed|assumed by `holmes site`: .*\bnic\b")
 TOO_CLOSE = 0.03  # of a step: layouts that differ by more are in the right order in 91% of pairs (docs/planner.md)
 

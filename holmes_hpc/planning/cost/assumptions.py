@@ -49,7 +49,7 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes.append("link latencies and efficiencies from published figures, not measured")
     software, p = layout.costs.software, layout.parallel
     if software.overlap_gather and not software.overlap and p.distributed_optimizer and layout.intra_dp_size > 1:
-        notes.append("train.overlap_grad_reduce=false: parameters are gathered after the step, without overlap")
+        notes.append("train.overlap_param_gather has no effect with train.overlap_grad_reduce=false")
     if calibration is None:  # measured rates contain the limit of windows
         notes += _tcp_window_notes(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
