@@ -14,7 +14,7 @@ from holmes_hpc.cli.live_status import COLUMNS, cells
 from holmes_hpc.cli.live_status import watch as watch_runs
 from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
-from holmes_hpc.records.logs import follow_logs, tail
+from holmes_hpc.records.logs import follow_logs, logged_warnings, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.job_states import UNKNOWN
@@ -75,6 +75,7 @@ def status(
         console.note(f"{counted(hidden, 'earlier run')}: `holmes status --all`")
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in statuses):
         console.note("unknown: Slurm does not answer (`scontrol ping`), or does not know the job any more")
+    console.note(*(f"{run.name}: {warnings}" for run in named if (warnings := logged_warnings(run))))
     failed = [s for s in statuses if s.error]
     if not runs:  # report only recent failures, unless runs are named
         recent = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]

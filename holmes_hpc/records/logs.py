@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from holmes_hpc.errors import counted
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import open_file
 
@@ -94,3 +95,10 @@ def rank_logs(run: RunDirectory) -> list[tuple[int, Path]]:
     """Return (rank, path) of each log of a rank, in order of ranks."""
     numbers = [(p.stem.removeprefix("rank-"), p) for p in run.logs.glob("rank-*.txt")]
     return sorted((int(n), p) for n, p in numbers if n.isdecimal())
+
+
+def logged_warnings(run: RunDirectory) -> str | None:
+    """Return the number of warnings in the log of rank 0 and the log's path as text; None without any."""
+    path, stamp = run.log_path(0), len("2026-01-01 00:00:00.000 ")
+    count = sum(line[stamp:].startswith("warning: ") for line in GrowingFile(path).lines())
+    return f"{counted(count, 'warning')} in {path}" if count else None

@@ -9,6 +9,7 @@ from typing import Any
 import pandas as pd
 
 from holmes_hpc.errors import RecordError, counted
+from holmes_hpc.records.logs import logged_warnings
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, comparison_text, tables
@@ -53,7 +54,8 @@ class Report:
     def answer(self) -> list[str]:
         """Return a few sentences: which placement is fastest, by how much, and why; for one run a summary."""
         if self.single:
-            return _one_run_answer(self.run, self.plan)
+            warnings = logged_warnings(RunDirectory(self.run["path"]))
+            return [*_one_run_answer(self.run, self.plan), *([f"Rank 0 logged {warnings}."] if warnings else [])]
         if self.by == "throughput":
             return [*comparison_text.headline(self.comparison), *comparison_text.answer(self.comparison)]
         return comparison_text.ranking(self.comparison)

@@ -102,6 +102,13 @@ def test_a_failed_run_says_so_first(tmp_path: Path) -> None:
     assert [t.title for t in nothing.tables()] == ["b did not complete", "Transport of each process group"]
 
 
+def test_warnings_of_rank_0_are_counted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    stamp = "2026-01-01 00:00:00.000"
+    run.log_path(0).write_text(f"{stamp} warning: node a: slow; check it\n{stamp} no warning: fine\n")
+    assert load_report([run.path]).answer()[-1] == f"Rank 0 logged 1 warning in {run.log_path(0)}."
+
+
 def test_damaged_records_of_a_completed_run_are_named(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a")
     run.plan_path.write_text("[")

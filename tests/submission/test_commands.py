@@ -80,6 +80,8 @@ def test_status_of_a_failed_run_ends_with_a_hint(holmes: Holmes, tmp_path: Path)
     run = RunDirectory.create(tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={"job_id": 7})
     run.write_result({"state": "failed", "error": "rank 1 died", "failed_rank": 1, "failed_node": "ib1"})
     assert holmes("status", "r")[1].endswith("r: rank 1 on ib1: rank 1 died\n")
+    run.log_path(0).write_text("2026-01-01 00:00:00.000 warning: node ib1: slow; check it\n")
+    assert f"r: 1 warning in {run.log_path(0)}\n" in holmes("status", "r")[2]
     checkpoint = run.checkpoints / "step-00000004"
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").write_bytes(b"ab")
