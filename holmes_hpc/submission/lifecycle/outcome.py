@@ -19,6 +19,7 @@ from holmes_hpc.records.logs import SPARSE_STEPS, tail
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import JobState, SlurmState
+from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log
 from holmes_hpc.submission.lifecycle.failed_rank import SIGKILL_CAUSES, FailedRank, find_failed_rank
 
@@ -142,11 +143,13 @@ def _error_without_rank(
     if is_local and not exits:
         status, unknown_cause = None, f"the process that started the ranks ended without a record ({SIGKILL_CAUSES}?)"
     signals = [str(e["signal"]) for e in exits if e.get("signal")]
+    is_at_limit = is_local and f"SIG{USER_SIGNAL}" in signals  # submitit sends it to local jobs only then
+    received = f"its ranks received {signals[0]}" if signals else state
     return {
         "completed": None,
         "failed": unknown_cause if status is None else f"the step ended with exit code {status}",
         "timeout": "time limit reached",
-    }.get(state, f"its ranks received {signals[0]}" if signals else state)
+    }.get(state, "time limit reached (slurm.timeout_min)" if is_at_limit else received)
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,13 @@ def test_the_error_of_a_cancelled_run_names_the_signal(run: RunDirectory) -> Non
     run.write_exit(0, "preempted", signal=None)
     run.write_exit(1, "preempted", signal="SIGTERM")
     assert build_result(run, 143, signalled=True)["error"] == "its ranks received SIGTERM"
+
+
+def test_a_local_run_at_its_limit_names_the_limit(run: RunDirectory) -> None:
+    run.write_exit(0, "preempted", signal="SIGUSR2")
+    ended = JobState("COMPLETED", "", "here", 0, source="process")
+    assert build_result(run, 0, slurm=ended)["error"] == "time limit reached (slurm.timeout_min)"
+    assert build_result(run, 0, slurm=replace(ended, source="sacct"))["error"] == "its ranks received SIGUSR2"
 
 
 def test_the_result_has_the_last_lines_of_the_failed_ranks_log(run: RunDirectory) -> None:
