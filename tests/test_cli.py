@@ -17,6 +17,7 @@ from published_runs import predicted_s, read
 from holmes_hpc import console
 from holmes_hpc.cli import man
 from holmes_hpc.cli.planning import _show_pool
+from holmes_hpc.cli.predict import SOFTWARE_FLAGS
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.hugging_face import config_of
 from holmes_hpc.config.models import named
@@ -1026,11 +1027,18 @@ def test_the_help_of_sweeps_says_how_to_start_one(holmes):
     assert "holmes-train -m KEY=VALUE,VALUE" in " ".join(holmes("sweep", "--help")[1].split())
 
 
+def test_the_help_of_aligned_gather_names_its_default_of_holmes():
+    assert SOFTWARE_FLAGS["--aligned-gather"].help == (
+        "aligned_gather: all stages gather at once; default: yes unless transport=single [true or false]"
+    )
+
+
 def test_an_unknown_option_gets_the_key_or_the_answer_but_no_lookalike(holmes):
     for option, hint in (
         ("--precision", "no option --precision: write train.dtype=…;"),
         ("--context-parallel", "no option --context-parallel: write plan.cp=…;"),
         ("--modle", "did you mean '--model'?"),
+        ("--dry-run", "no option --dry-run: `holmes submit PLAN --dry-run` prints the batch script; see"),
         ("--zzz", "no option --zzz; see"),
     ):
         refused(holmes("plan", option, "1"), hint)

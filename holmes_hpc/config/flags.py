@@ -42,7 +42,8 @@ class Flag:
             return f"{self.key}: a name, see `holmes {self.key}s`"
         text, default = self._declared.spec.help, self._declared.default
         allowed_values = allowed(self._declared).removeprefix("use ")
-        has_one_default = isinstance(default, bool | int | float) and not self.key.startswith("model.")  # models differ
+        is_elsewhere = self.key.startswith("model.") or "default:" in text  # models differ
+        has_one_default = isinstance(default, bool | int | float) and not is_elsewhere
         allowed_values += f"; default {str(default).lower()}" if has_one_default else ""
         return f"{self.key}: {text} [{allowed_values}]"
 

@@ -31,7 +31,7 @@ class Software(Checked, where="software"):
     fused_elementwise: Annotated[bool, key("bias, activation, dropout, residual and rotary are fused")] = True
     overlap: Annotated[bool, key("gradient reduction overlaps with computing")] = True
     overlap_gather: Annotated[bool, key("parameter gather overlaps with computing")] = True
-    aligned_gather: Annotated[bool, key("all stages gather parameters at once, as in holmes_hpc")] = False
+    aligned_gather: Annotated[bool, key("all stages gather at once; default: yes unless transport=single")] = False
     overlap_tp: Annotated[bool, key("TP collectives overlap with products")] = False
     fused_wgrad: Annotated[bool, key("products add to the gradient buffer")] = True
     overlap_transfers: Annotated[bool, key("interleaved stages compute during transfers")] = True
