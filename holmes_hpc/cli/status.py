@@ -15,6 +15,7 @@ from holmes_hpc.cli.live_status import watch as watch_runs
 from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
 from holmes_hpc.records.logs import follow_logs, logged_warnings, tail
+from holmes_hpc.records.rates import goodput, number
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.job_states import UNKNOWN
@@ -76,6 +77,12 @@ def status(
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in statuses):
         console.note("unknown: Slurm does not answer (`scontrol ping`), or does not know the job any more")
     console.note(*(f"{run.name}: {warnings}" for run in named if (warnings := logged_warnings(run))))
+    for run in (RunDirectory(s.path) for s in statuses if runs and s.step):
+        record, lines = run.read_run(), run.metrics()
+        if lines and ((record.get("config") or {}).get("elastic") or {}).get("enabled"):
+            useful_s = sum(number(line.get("step_time_s")) for line in lines)
+            share = goodput(useful_s, record["created"], number(lines[-1].get("time")))
+            console.note(f"{run.name}: {share:.0%} of the time since its creation is in steps that were not repeated")
     failed = [s for s in statuses if s.error]
     if not runs:  # report only recent failures, unless runs are named
         recent = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,11 @@ def mean_rates(lines: Sequence[Mapping[str, Any]], first_attempt: int = 1) -> di
     figures = {"step_time_s": float(np.median(times)) if len(times) else math.nan}
     figures |= {name: harmonic_mean([number(line.get(name)) for line in counted]) for name in RATES}
     return {name: value for name, value in figures.items() if math.isfinite(value)}
+
+
+def goodput(useful_s: float, created: str, time_s: float) -> float:
+    """Return `useful_s`, the seconds in steps not repeated, divided by those from `created` (run.yaml) to `time_s`."""
+    return useful_s / max(time_s - datetime.fromisoformat(created).timestamp(), useful_s)
 
 
 def number(value: Any) -> float:

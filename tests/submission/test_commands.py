@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -87,6 +88,15 @@ def test_status_of_a_failed_run_ends_with_a_hint(holmes: Holmes, tmp_path: Path)
     (checkpoint / ".metadata").write_bytes(b"ab")
     (checkpoint / "holmes.json").write_text(json.dumps({"files": {".metadata": [2, 0]}}))
     assert holmes("status", "r")[1].endswith("rank 1 died\ncontinue after step 4 with `holmes resume r`\n")
+
+
+def test_status_of_an_elastic_run_shows_its_goodput(holmes: Holmes, tmp_path: Path) -> None:
+    config = {"train": {"steps": 9}, "elastic": {"enabled": True}}
+    run = RunDirectory.create(tmp_path / "runs" / "r", config=config)
+    created = datetime.fromisoformat(run.read_run()["created"]).timestamp()
+    for step, attempt in ((1, 1), (2, 1), (2, 2)):
+        run.append_metrics({"step": step, "attempt": attempt, "step_time_s": 10.0, "time": created + 40})
+    assert "r: 50% of the time since its creation is in steps" in holmes("status", "r")[2]
 
 
 def test_a_long_table_shows_the_most_important_rows() -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +18,7 @@ import torch
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.files import to_json, write_whole
-from holmes_hpc.records.rates import finite, number
+from holmes_hpc.records.rates import finite, goodput, number
 from holmes_hpc.tables import read_table
 from holmes_hpc.training.network.audit import PlannedBytes
 from holmes_hpc.training.network.destinations import planned_fabric_bytes
@@ -93,7 +92,7 @@ class Exporter:
         self._planned = {network: amount * factors.get(network, 1.0) for network, amount in predicted.items()}
         self._planned_between = planned_fabric_bytes(plan, planned)
         self._peak_tflops = statistics.fmean(plan.site.pool(place.pool).gpu.peak_tflops for place in plan.places)
-        self._submitted = datetime.fromisoformat(run.read_run()["created"]).timestamp()
+        self._created = str(run.read_run()["created"])
         # This attempt does not repeat the steps up to its checkpoint.
         useful_lines = [line for line in run.metrics() if line["step"] <= checkpoints.saved_step]
         self._run_name = run.name
@@ -150,7 +149,7 @@ class Exporter:
             *((name, (), value) for name, value in self._constants.items()),
             *((name, (), line[family.field]) for name, family in FAMILIES.items() if family.field),
             ("mfu_ratio", (), line["model_tflops_per_gpu"] / self._peak_tflops),
-            ("goodput_ratio", (), self._useful_s / max(line["time"] - self._submitted, self._useful_s)),
+            ("goodput_ratio", (), goodput(self._useful_s, self._created, line["time"])),
             ("checkpoint_step", (), self._checkpoints.saved_step),
             ("slow_links", (), len(slow)),
             *(("slow_link_ratio", (link,), ratio) for link, ratio in slow.items()),
