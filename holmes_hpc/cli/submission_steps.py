@@ -29,7 +29,7 @@ from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import submit_plan
 from holmes_hpc.submission.queue_estimate import QueueEstimate
-from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning
+from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning, steps_per_job
 
 
 def plan_run(
@@ -59,8 +59,13 @@ def plan_run(
     check_training(config.train, plan)
     if not config.elastic.enabled and config.elastic != ElasticConfig():
         console.note("keys of the group elastic have no effect without --elastic")
-    if config.elastic.members and len(plan.components) == 1:
+    has_members = config.elastic.enabled and config.elastic.members
+    if has_members and len(plan.components) == 1:
         console.note("elastic.members has no effect: the plan has one pool, so it is one job anyway")
+    elif has_members:
+        is_short = steps_per_job(plan, config.slurm.timeout_min) < 1
+        problem = f"{config.slurm.timeout_min} is too short for a job to start and train"
+        ConfigError.refuse("slurm.timeout_min", (is_short, problem, "increase it, or leave out elastic.members"))
     note_requeues(plan, config)
     return plan, config
 

@@ -14,21 +14,26 @@ from holmes_hpc.submission.executor.preflight import TIME_LIMIT_HINT, time_limit
 START_UP_S = 60.0  # from a job's start to its first step: environment modules, imports, process groups
 
 
+def steps_per_job(plan: Plan, timeout_min: int | str) -> float:
+    """Return how many steps a job makes until its time limit is near; inf if the limit or the step time is unknown."""
+    limit_min, step_s = minutes(timeout_min), plan.predicted.step_time_s if plan.predicted else None
+    if limit_min is None or not step_s:
+        return math.inf
+    signal_delay_s = max(0, min(SIGNAL_DELAY_S, 60 * limit_min - 90))
+    return math.floor((60 * limit_min - START_UP_S - signal_delay_s) / step_s)
+
+
 def requeue_warning(plan: Plan, steps: int, timeout_min: int | str) -> str | None:
     """Return a warning if the job reaches its time limit before it has made `steps` steps; None otherwise.
     The warning has the number of requeues."""
-    limit_min, step_s = minutes(timeout_min), plan.predicted.step_time_s if plan.predicted else None
-    if limit_min is None or not step_s:
-        return None
-    signal_delay_s = max(0, min(SIGNAL_DELAY_S, 60 * limit_min - 90))
-    steps_per_attempt = math.floor((60 * limit_min - START_UP_S - signal_delay_s) / step_s)
-    if steps <= steps_per_attempt:
+    steps_per_attempt = steps_per_job(plan, timeout_min)
+    if plan.predicted is None or steps <= steps_per_attempt:
         return None
     end = "ends before its first step"
     if steps_per_attempt >= 1:
         requeues = math.ceil(steps / steps_per_attempt) - 1
         end = f"is requeued about {requeues:,} time{'s' * (requeues > 1)}"
-    need = f"{steps:,} steps take {duration(steps * step_s / 86400)}"
+    need = f"{steps:,} steps take {duration(steps * plan.predicted.step_time_s / 86400)}"
     return f"slurm.timeout_min is {timeout_min}, and {need}: the job {end}; increase the time limit"
 
 

@@ -17,9 +17,10 @@ import pytest
 from command_line import run_command
 from slurm_text import node_line, partition_line
 
-from holmes_hpc.cli import runs
-from holmes_hpc.cli.submission_steps import note_requeues
+from holmes_hpc.cli import runs, submission_steps
+from holmes_hpc.cli.submission_steps import note_requeues, plan_run
 from holmes_hpc.config.composition import load
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor import preflight
@@ -229,6 +230,20 @@ def test_steps_of_a_checkpoint_need_no_time(capsys: pytest.CaptureFixture[str]) 
     assert not capsys.readouterr().err
     note_requeues(plan, config)
     assert "requeued about 1 time" in capsys.readouterr().err
+
+
+def test_pools_of_their_own_need_a_second_pool_and_time_to_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("model=gpt_tiny", "elastic.enabled=true", "elastic.members=true")
+    monkeypatch.setattr(submission_steps, "load_site", lambda _: None)
+    monkeypatch.setattr(submission_steps, "make_plan", lambda *_: plans.plan("ib-a"))
+    plan_run([*words, "slurm.timeout_min=1"])
+    assert "elastic.members has no effect: the plan has one pool" in capsys.readouterr().err
+    monkeypatch.setattr(submission_steps, "make_plan", lambda *_: plans.plan("ib-a", "roce-a"))
+    plan_run([*words, "slurm.timeout_min=2"])
+    with pytest.raises(ConfigError, match=r"slurm\.timeout_min: 1 is too short for a job to start"):
+        plan_run([*words, "slurm.timeout_min=1"])
 
 
 @pytest.mark.slurm
