@@ -37,8 +37,8 @@ from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
 from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, published_path
-from holmes_hpc.submission.elastic.decision import AT_LIMIT, Beat, Placement, State, decide, place
-from holmes_hpc.submission.elastic.members import MemberState, decide_members
+from holmes_hpc.submission.elastic.decision import AT_LIMIT, Beat, Placement, State, place
+from holmes_hpc.submission.elastic.members import MemberState
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, own_member, ranks_of_job
 from holmes_hpc.submission.lifecycle import batch_end
@@ -76,25 +76,16 @@ class Coordinator:
             answer_challenge(connection, secret)
             while node not in self.state.gone:
                 beat = json.decode(connection.recv_bytes(MAX_BYTES), type=Beat)
-                if not node and not self._admit(beat):
-                    return
-                node = beat.node
                 with self._lock:
+                    if not node and not self.state.admit(beat, time.monotonic()):
+                        return  # it tries again
+                    node = beat.node
                     self.state.heard_at[node], self.state.beats[node] = time.monotonic(), beat
                     order = self._order(node)
                 connection.send_bytes(json.encode(order))
         if node:
             self.state.gone.add(node)
             self.state.heard_at[node] = -math.inf
-
-    def _admit(self, beat: Beat) -> bool:
-        """Admit a node that reports for the first time. Return False if it has to try again."""
-
-        def is_admitted() -> bool:
-            with self._lock:
-                return not isinstance(self.state, MemberState) or self.state.admit(beat, time.monotonic())
-
-        return wait_until(is_admitted, self.state.dead_s / 2, INTERVAL_S)
 
     def _order(self, node: str) -> Order:
         state, placement = self.state, self.state.placement
@@ -109,9 +100,11 @@ class Coordinator:
         with self._lock:
             is_first_failure = state.failed_at is None and any(state.codes().values())
         if is_first_failure:
-            state.failed_at, state.has_new_steps = now, self._has_new_steps()
+            attempt, state.failed_at = attempt_id(os.environ), now
+            is_recorded = not has_recorded_end(self._run, attempt)  # else the last attempt is that of an earlier start
+            state.has_new_steps = is_recorded and has_new_steps(self._run, attempt)
         with self._lock:
-            decision = decide_members(state, now) if isinstance(state, MemberState) else decide(state, now)
+            decision = state.decide(now)
             for node in decision.lost:
                 reason = "its agent ended" if node in state.gone else f"silent for {now - state.heard_at[node]:.1f} s"
                 self._reasons.setdefault(node, reason)
@@ -122,7 +115,7 @@ class Coordinator:
                 state.is_changing = True
                 log_batch_line(f"{decision.reason}: the ranks save and end")
             if decision.placement is not None:
-                self._ended = "node lost" if decision.lost else "nodes changed" if decision.plan else "rank killed"
+                self._ended = decision.ended
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
             missing_plans = state.missing_plans(now)
         if decision.is_go:  # agents are answered while files are written
@@ -133,9 +126,8 @@ class Coordinator:
                 for rank in state.placement.ranks_on(node):
                     self._run.write_exit(rank, "failed", f"{lost}: {decision.reason}", node)
         self._planner.poll(missing_plans, state.plans)
-        if isinstance(state, MemberState) and now > self._counted_at + COUNT_S:
-            self._counted_at = now
-            state.last_step = int(last_metrics(self._run).get("step", 0))
+        if now > self._counted_at + COUNT_S:
+            self._counted_at, state.last_step = now, int(last_metrics(self._run).get("step", 0))
         return decision.code
 
     def is_superseded(self) -> bool:
@@ -147,11 +139,6 @@ class Coordinator:
         if start > self.claimed and claim(self._folder, start, self.state.gone):
             self.claimed = start
         return self.claimed >= start
-
-    def _has_new_steps(self) -> bool:
-        """Return whether the ranks' latest start has made a new step. False if it has not recorded its attempt yet."""
-        attempt = attempt_id(os.environ)
-        return not has_recorded_end(self._run, attempt) and has_new_steps(self._run, attempt)
 
     def _change(self, cause: str, placement: Placement, plan: Plan | None) -> None:
         """End the ranks. The next ones start in `placement`, with `plan` if there is another one."""
@@ -275,12 +262,11 @@ def end_job(run: RunDirectory, code: int, state: State) -> int:
     """Do what the batch script does at its end, and end the job, which goes on without it."""
     agents = [node for node in state.beats if node not in state.gone]
     wait_until(lambda: state.gone.issuperset(agents), END_S, INTERVAL_S)
-    os.environ["SLURM_JOB_ID"] = "" if isinstance(state, MemberState) else os.environ[LEADER]
+    os.environ["SLURM_JOB_ID"] = os.environ[LEADER] if state.is_one_job else ""
     code = batch_end.main([str(run.path), str(code), "TERM" if state.is_stopping else ""])
-    if isinstance(state, MemberState):
+    if not state.is_one_job:
         slurm("scancel", "--state=PENDING", *map(str, run.read_run()["slurm"]["members"]), timeout_s=30)
-        return code
-    if run.read_result() is not None:  # else it was requeued
+    elif run.read_result() is not None:  # else it was requeued
         slurm("scancel", os.environ[LEADER], timeout_s=30)
     return code
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import ClassVar
 
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
@@ -102,7 +103,7 @@ class State:
     agent has ended; `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made
     any by then; `is_stopping`: the coordinator's job is being ended from outside; `is_takeover`: the agents had another
     coordinator before; `plan`: the ranks' latest one, None before a change; `is_changing`: the ranks are told to save
-    and end."""
+    and end; `last_step`: of the run."""
 
     placement: Placement
     dead_s: float
@@ -120,14 +121,12 @@ class State:
     is_takeover: bool = False
     plan: Plan | None = None
     is_changing: bool = False
+    last_step: int = 0
+    is_one_job: ClassVar[bool] = True  # Slurm can requeue it
 
     def is_lost(self, node: str, now: float) -> bool:
         join_s = REJOIN_S if self.is_takeover else JOIN_S
         return node in self.gone or now - self.heard_at[node] > (self.dead_s if node in self.beats else join_s)
-
-    def may_rejoin(self, now: float) -> bool:
-        """Return whether an agent may still find the new coordinator after a takeover."""
-        return self.is_takeover and any(n not in self.beats and not self.is_lost(n, now) for n in self.heard_at)
 
     def is_isolated(self, now: float) -> bool:
         """Return whether more nodes have just fallen silent than answer, so that the coordinator's node may be lost."""
@@ -160,12 +159,30 @@ class State:
         """Return the exit code by rank of the ranks of this start that have ended."""
         return {rank: code for b in self.beats.values() if b.start == self.start for rank, code in b.codes.items()}
 
+    def admit(self, beat: Beat, now: float) -> bool:
+        """Return whether a node that reports for the first time is admitted now."""
+        return True
+
+    def decide(self, now: float) -> "Decision":
+        """Return what the coordinator does next."""
+        nodes, present = self.placement.nodes, self.present(now)
+        is_awaited = any(n not in self.beats and not self.is_lost(n, now) for n in self.heard_at)
+        if self.is_takeover and is_awaited:  # an agent may still find the new coordinator
+            return Decision()
+        if lost := tuple(node for node in nodes if self.is_lost(node, now)):
+            return Decision(lost, code=1) if self.is_stopping else _decide_without(lost, self, present)
+        if not self.is_started:
+            is_go = self.have_ended(present) and self.beats.keys() >= set(nodes)
+            return Decision(code=1) if self.is_stopping else Decision(is_go=is_go)
+        return decide_by_codes(self, now)
+
 
 @dataclass(frozen=True)
 class Decision:
     """What to do next. `lost`: nodes to give up; `placement`: end all ranks, this is the next start's; `plan`: the next
     start's, if it changes; `is_go`: start the ranks; `is_stop`: let them save and end; `is_handover`: leave the agents
-    to another coordinator; `code`: end the run with this exit status; `reason`: why."""
+    to another coordinator; `code`: end the run with this exit status; `reason`: why; `ended`: why the ranks' last start
+    ended, for the record."""
 
     lost: tuple[str, ...] = ()
     placement: Placement | None = None
@@ -175,19 +192,7 @@ class Decision:
     is_handover: bool = False
     code: int | None = None
     reason: str = ""
-
-
-def decide(state: State, now: float) -> Decision:
-    """Return what the coordinator does next."""
-    nodes, present = state.placement.nodes, state.present(now)
-    if state.may_rejoin(now):
-        return Decision()
-    if lost := tuple(node for node in nodes if state.is_lost(node, now)):
-        return Decision(lost, code=1) if state.is_stopping else _decide_without(lost, state, present)
-    if not state.is_started:
-        is_go = state.have_ended(present) and state.beats.keys() >= set(nodes)
-        return Decision(code=1) if state.is_stopping else Decision(is_go=is_go)
-    return decide_by_codes(state, now)
+    ended: str = "node lost"
 
 
 def decide_by_codes(state: State, now: float) -> Decision:
@@ -196,7 +201,8 @@ def decide_by_codes(state: State, now: float) -> Decision:
     if (killed := [rank for rank in codes if codes[rank] < 0]) and state.has_new_steps and not state.is_stopping:
         has_settled = state.failed_at is not None and now - state.failed_at > SETTLE_S
         reason = f"rank {killed[0]}: {signal_message(-codes[killed[0]])}"
-        return Decision(placement=state.placement, reason=reason) if has_settled else Decision()
+        restart = Decision(placement=state.placement, reason=reason, ended="rank killed")
+        return restart if has_settled else Decision()
     is_failure = state.failed_at is not None and now - state.failed_at > state.dead_s + GRACE_S
     return Decision(code=max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None)
 

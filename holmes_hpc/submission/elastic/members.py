@@ -22,14 +22,14 @@ class MemberState(State):
 
     `complete`: the planned number of nodes of each component; `min_fabrics`: with fewer components training does not
     begin; `own_member`: the component whose job the coordinator belongs to; `decides_from`: before this time, agents
-    may still report; `steps`, `last_step`: of the run."""
+    may still report; `steps`: of the run."""
 
     complete: Sizes = ()
     min_fabrics: int = 1
     own_member: int = 0
     decides_from: float = 0.0
     steps: int = 0
-    last_step: int = 0
+    is_one_job = False
 
     @classmethod
     def of(cls, plan: Plan, config: Mapping[str, Any], start: int, member: int) -> "MemberState":
@@ -45,7 +45,6 @@ class MemberState(State):
             min_nodes=int(settings["min_nodes"]),
             plans={complete: plan},
             start=start,
-            is_takeover=start > 0,
             complete=complete,
             min_fabrics=int(settings["min_fabrics"]),
             own_member=member,
@@ -99,24 +98,23 @@ class MemberState(State):
         least = max(1, self.min_nodes)
         return [n for n in dict.fromkeys([current, *toggled, *fewer]) if sum(n) >= least and n not in self.plans]
 
-
-def decide_members(state: MemberState, now: float) -> Decision:
-    """Return what the coordinator does next."""
-    placement, staying = state.placement, state.staying(now)
-    if now < state.decides_from:
-        return Decision()
-    lost = tuple(node for node in placement.nodes if state.is_lost(node, now))
-    if placement.nodes and state.is_started and not lost:
-        if not state.is_changing:
-            reason = _reason_to_change(state, staying)
-            return Decision(is_stop=True, reason=reason) if reason else decide_by_codes(state, now)
-        if len(state.codes()) < placement.world_size:  # a signal kills ranks that have not begun to train
+    def decide(self, now: float) -> Decision:
+        """Return what the coordinator does next."""
+        placement, staying = self.placement, self.staying(now)
+        if now < self.decides_from:
             return Decision()
-    if state.is_ending:
-        return Decision(is_handover=True)
-    if placement.nodes and not lost and not state.is_started and {*placement.nodes} <= {*staying}:
-        return Decision(is_go=state.have_ended(state.present(now)))
-    return _next_start(state, lost, staying)
+        lost = tuple(node for node in placement.nodes if self.is_lost(node, now))
+        if placement.nodes and self.is_started and not lost:
+            if not self.is_changing:
+                reason = _reason_to_change(self, staying)
+                return Decision(is_stop=True, reason=reason) if reason else decide_by_codes(self, now)
+            if len(self.codes()) < placement.world_size:  # a signal kills ranks that have not begun to train
+                return Decision()
+        if self.is_ending:
+            return Decision(is_handover=True)
+        if placement.nodes and not lost and not self.is_started and {*placement.nodes} <= {*staying}:
+            return Decision(is_go=self.have_ended(self.present(now)))
+        return _next_start(self, lost, staying)
 
 
 def _reason_to_change(state: MemberState, staying: Collection[str]) -> str:
@@ -140,4 +138,5 @@ def _next_start(state: MemberState, lost: tuple[str, ...], staying: Collection[s
     if plan is None:
         return Decision(lost)
     text = "training begins" if is_first else "the nodes have changed"
-    return Decision(lost, place(plan, state.pools, state.usable_nodes(staying)), plan, reason=text)
+    ended = "node lost" if lost else "nodes changed"
+    return Decision(lost, place(plan, state.pools, state.usable_nodes(staying)), plan, reason=text, ended=ended)

@@ -21,7 +21,6 @@ from holmes_hpc.submission.elastic.decision import (
     State,
     place,
 )
-from holmes_hpc.submission.elastic.decision import decide as decide_at
 from holmes_hpc.submission.elastic.replan import smaller_plan
 from holmes_hpc.submission.executor.environment import ComponentRanks
 
@@ -35,7 +34,7 @@ WAIT = Decision()
 
 
 def decide(state: State) -> Decision:
-    return decide_at(state, NOW)
+    return state.decide(NOW)
 
 
 def state(start: int = 1, running: int = 2, **changes: Any) -> State:

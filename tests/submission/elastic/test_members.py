@@ -11,7 +11,7 @@ import pytest
 
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.submission.elastic.decision import Beat, Decision
-from holmes_hpc.submission.elastic.members import ARRIVAL_S, MemberState, decide_members
+from holmes_hpc.submission.elastic.members import ARRIVAL_S, MemberState
 
 NOW = 1000.0
 BOTH, IB = plans.plan("ib-a", "roce-a"), plans.plan("ib-a", step_time_s=2.0)
@@ -51,7 +51,7 @@ def follow(made: MemberState, decision: Decision) -> None:
 def training(*nodes: str) -> MemberState:
     made = state(*nodes)
     for _ in range(2):
-        follow(made, decide_members(made, NOW))
+        follow(made, made.decide(NOW))
     assert made.is_started
     return made
 
@@ -68,56 +68,56 @@ def planned(decision: Decision) -> tuple[Plan | None, list[str]]:
 
 
 def test_training_starts_on_the_complete_components() -> None:
-    assert decide_members(state("ib1"), NOW) == WAIT
-    assert planned(decide_members(state("ib1", "ib2", "roce1"), NOW)) == (IB, ["ib1", "ib2"])
-    assert planned(decide_members(state("ib1", "ib2", "roce1", "roce2"), NOW))[0] == BOTH
-    assert decide_members(state("ib1", "ib2", min_fabrics=2), NOW) == WAIT
-    assert decide_members(state("ib1", "ib2", plans={}), NOW) == WAIT  # it is being made
+    assert state("ib1").decide(NOW) == WAIT
+    assert planned(state("ib1", "ib2", "roce1").decide(NOW)) == (IB, ["ib1", "ib2"])
+    assert planned(state("ib1", "ib2", "roce1", "roce2").decide(NOW))[0] == BOTH
+    assert state("ib1", "ib2", min_fabrics=2).decide(NOW) == WAIT
+    assert state("ib1", "ib2", plans={}).decide(NOW) == WAIT  # it is being made
     made = training("ib1", "ib2")
-    assert made.placement.nodes == ["ib1", "ib2"] and decide_members(made, NOW) == WAIT
+    assert made.placement.nodes == ["ib1", "ib2"] and made.decide(NOW) == WAIT
 
 
 def test_nodes_whose_jobs_start_together_are_waited_for() -> None:
     made = state("ib1", "ib2")
     assert arrive(made, "roce1") and made.decides_from == NOW + ARRIVAL_S
-    assert decide_members(made, NOW + ARRIVAL_S - 0.1) == WAIT
+    assert made.decide(NOW + ARRIVAL_S - 0.1) == WAIT
 
 
 def test_a_component_joins_after_a_step_if_that_pays() -> None:
     made = training("ib1", "ib2")
     arrive(made, "roce1")
-    assert decide_members(made, NOW) == WAIT
+    assert made.decide(NOW) == WAIT
     arrive(made, "roce2")
-    assert decide_members(replace(made, last_step=10**6 - 1), NOW) == WAIT
-    decision = decide_members(made, NOW)
+    assert replace(made, last_step=10**6 - 1).decide(NOW) == WAIT
+    decision = made.decide(NOW)
     assert decision == Decision(is_stop=True, reason="roce-a joins")
     follow(made, decision)
-    assert decide_members(made, NOW) == WAIT
+    assert made.decide(NOW) == WAIT
     made.beats["ib1"] = replace(made.beats["ib1"], running=0, codes={0: -signal.SIGTERM})
-    assert decide_members(made, NOW) == WAIT
+    assert made.decide(NOW) == WAIT
     end_ranks(made, -signal.SIGTERM)
-    plan, nodes = planned(decide_members(made, NOW))
+    plan, nodes = planned(made.decide(NOW))
     assert plan == BOTH and nodes == ["ib1", "ib2", "roce1", "roce2"]
 
 
 def test_a_component_that_leaves_is_given_back_after_a_step() -> None:
     made = training("ib1", "ib2", "roce1", "roce2")
     made.beats["roce2"] = replace(made.beats["roce2"], is_leaving=True)
-    decision = decide_members(made, NOW)
+    decision = made.decide(NOW)
     assert decision == Decision(is_stop=True, reason="nodes roce2 leave")
     follow(made, decision)
     made.beats["roce1"] = replace(made.beats["roce1"], is_leaving=True)
     end_ranks(made)
-    assert planned(decide_members(made, NOW)) == (IB, ["ib1", "ib2"])
+    assert planned(made.decide(NOW)) == (IB, ["ib1", "ib2"])
 
 
 def test_a_lost_component_leaves_the_others_training() -> None:
     made = training("ib1", "ib2", "roce1", "roce2")
     made.gone |= {"roce1", "roce2"}
-    decision = decide_members(made, NOW)
+    decision = made.decide(NOW)
     assert decision.lost == ("roce1", "roce2") and planned(decision) == (IB, ["ib1", "ib2"])
     made.plans.clear()
-    assert decide_members(made, NOW) == Decision(("roce1", "roce2"))  # until the plan is made
+    assert made.decide(NOW) == Decision(("roce1", "roce2"))  # until the plan is made
 
 
 @pytest.mark.parametrize("is_at_limit", [False, True])
@@ -125,18 +125,18 @@ def test_the_coordinator_hands_over_when_its_own_job_ends(is_at_limit: bool) -> 
     made = training("ib1", "ib2", "roce1", "roce2")
     made.is_stopping = not is_at_limit
     made.beats["ib2"] = replace(made.beats["ib2"], is_leaving=is_at_limit)
-    decision = decide_members(made, NOW)
+    decision = made.decide(NOW)
     assert decision.is_stop
     follow(made, decision)
     end_ranks(made)
-    assert decide_members(made, NOW) == Decision(is_handover=True)
+    assert made.decide(NOW) == Decision(is_handover=True)
 
 
 def test_a_node_whose_job_starts_again_waits_until_its_loss_is_known() -> None:
     made = training("ib1", "ib2", "roce1", "roce2")
     assert not arrive(made, "roce1")
     made.gone |= {"roce1", "roce2"}
-    follow(made, decide_members(made, NOW))
+    follow(made, made.decide(NOW))
     assert arrive(made, "roce1") and arrive(made, "roce2") and not made.gone
     assert made.placement.spares == ((), ("roce1", "roce2"))
 
@@ -144,7 +144,7 @@ def test_a_node_whose_job_starts_again_waits_until_its_loss_is_known() -> None:
 def test_the_run_ends_with_its_ranks() -> None:
     made = training("ib1", "ib2")
     end_ranks(made)
-    assert decide_members(made, NOW).code == 0
+    assert made.decide(NOW).code == 0
 
 
 @pytest.mark.parametrize(
