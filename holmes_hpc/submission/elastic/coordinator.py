@@ -49,6 +49,7 @@ from holmes_hpc.submission.lifecycle.attempts import (
     last_metrics,
     record_attempt_end,
 )
+from holmes_hpc.submission.lifecycle.requeue_decision import reason_to_stop
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
@@ -103,6 +104,8 @@ class Coordinator:
             attempt, state.failed_at = attempt_id(os.environ), now
             is_recorded = not has_recorded_end(self._run, attempt)  # else the last attempt is that of an earlier start
             state.has_new_steps = is_recorded and has_new_steps(self._run, attempt)
+            is_last = state.is_one_job or reason_to_stop(self._run, "failed", attempt) is not None
+            state.may_restart = state.has_new_steps and not is_last
         with self._lock:
             decision = state.decide(now)
             for node in decision.lost:

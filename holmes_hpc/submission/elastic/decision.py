@@ -103,7 +103,7 @@ class State:
     agent has ended; `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made
     any by then; `is_stopping`: the coordinator's job is being ended from outside; `is_takeover`: the agents had another
     coordinator before; `plan`: the ranks' latest one, None before a change; `is_changing`: the ranks are told to save
-    and end; `last_step`: of the run."""
+    and end; `may_restart`: the ranks may start again after this failure; `last_step`: of the run."""
 
     placement: Placement
     dead_s: float
@@ -121,6 +121,7 @@ class State:
     is_takeover: bool = False
     plan: Plan | None = None
     is_changing: bool = False
+    may_restart: bool = False
     last_step: int = 0
     is_one_job: ClassVar[bool] = True  # Slurm can requeue it
 
@@ -204,7 +205,10 @@ def decide_by_codes(state: State, now: float) -> Decision:
         restart = Decision(placement=state.placement, reason=reason, ended="rank killed")
         return restart if has_settled else Decision()
     is_failure = state.failed_at is not None and now - state.failed_at > state.dead_s + GRACE_S
-    return Decision(code=max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None)
+    code = max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None
+    if code and state.may_restart and not state.is_stopping:
+        return Decision(placement=state.placement, reason="a rank has failed", ended="failed")
+    return Decision(code=code)
 
 
 def _decide_without(lost: tuple[str, ...], state: State, present: Collection[str]) -> Decision:

@@ -152,3 +152,13 @@ def test_the_run_ends_with_its_ranks() -> None:
 )
 def test_plans_are_made_for_what_may_come_next(nodes: tuple[str, ...], sizes: list[tuple[int, int]]) -> None:
     assert state(*nodes).missing_plans(NOW) == sizes
+
+
+def test_failed_ranks_start_again_if_they_may() -> None:
+    made = training("ib1", "ib2")
+    end_ranks(made, 1)
+    assert made.decide(NOW) == Decision(code=1)
+    made.may_restart = True
+    assert made.decide(NOW) == Decision(placement=made.placement, reason="a rank has failed", ended="failed")
+    made.is_stopping = True
+    assert made.decide(NOW) == Decision(is_stop=True, reason="the coordinator's job ends")
