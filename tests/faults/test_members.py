@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,10 +15,13 @@ import pytest
 from faults import until
 
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.submission.lifecycle.status import run_status
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking]
 STEPS = 120
+MODEL = ("model.layers=4", "batch.global_size=16")
+PACE = "train.pace_layer_ms=20"
 OPTIONS = ("elastic.enabled=true", "elastic.members=true", "elastic.spares=0", f"train.steps={STEPS}")
 FIRST_STEP_S, JOIN_S, GAP_S, TAKEOVER_S = 15.0, 20.0, 8.0, 25.0
 BUSY_S = 40
@@ -27,7 +32,7 @@ def folder(root: Path) -> Path:
     """Return a folder with the plan of a model that two fabrics train faster than one."""
     path = root / "members"
     path.mkdir()
-    interruptions.make_plan(path / "plan.yaml", "model.layers=4", "batch.global_size=16")
+    interruptions.make_plan(path / "plan.yaml", *MODEL)
     return path
 
 
@@ -37,6 +42,15 @@ def expected(folder: Path) -> interruptions.Figures:
     run = interruptions.submit(folder / "heterogeneous", f"train.steps={STEPS}")
     interruptions.follow_to_end(run)
     return interruptions.figures(run)
+
+
+@pytest.fixture(scope="module")
+def slow_folder(folder: Path) -> Path:
+    """Return a folder with a plan of twice as long steps, so that a fabric still pays when it joins late."""
+    path = folder / "slow"
+    path.mkdir()
+    interruptions.make_plan(path / "plan.yaml", *MODEL, PACE)
+    return path
 
 
 def lines_of(run: RunDirectory) -> list[dict]:
@@ -52,8 +66,11 @@ def scontrol(*arguments: str, command: str = "scontrol") -> None:
     subprocess.run([command, *arguments], check=True, capture_output=True)
 
 
-def squeue(*arguments: str) -> str:
-    return subprocess.run(["squeue", "-h", "-o", "%T", *arguments], capture_output=True, text=True, check=False).stdout
+def squeue(job: str, field: str = "%T") -> str:
+    """Return a field of a job in the queue, after a moment, because tests ask again and again."""
+    time.sleep(0.2)
+    command = ["squeue", "-h", "-j", job, "-o", field]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def jobs_of(run: RunDirectory) -> list[str]:
@@ -77,7 +94,7 @@ def test_training_starts_on_what_is_free_and_the_other_fabric_joins(
     folder: Path, expected: interruptions.Figures
 ) -> None:
     busy = sbatch("-p", "roce", "-N4", "--exclusive", f"--wrap=sleep {BUSY_S}")
-    until(lambda: "RUNNING" in squeue("-j", busy), "the other job")
+    until(lambda: squeue(busy) == "RUNNING", "the other job")
     submitted = time.time()
     run = interruptions.submit(folder / "joins", *OPTIONS)
     until(lambda: lines_of(run), "the first step")
@@ -106,6 +123,74 @@ def test_a_fabric_leaves_without_a_lost_step(
     check_steps(run, expected, 3 if how == "requeue" else 2)
 
 
+def member_of(run: RunDirectory, coordinates: bool) -> str:
+    """Wait for some steps. Return the job whose batch script coordinates, or the other one."""
+    until(lambda: len(lines_of(run)) > 4, "step 4")
+    (published,) = run.path.glob("submission/*_coordinator.json")
+    is_roce = json.loads(published.read_text())[2].startswith("roce")
+    return jobs_of(run)[is_roce == coordinates]
+
+
+@contextlib.contextmanager
+def changed(kind: str, name: str, change: str, change_back: str) -> Iterator[None]:
+    """Change a partition or a node for a while."""
+    scontrol("update", f"{kind}={name}", *change.split())
+    try:
+        yield
+    finally:
+        scontrol("update", f"{kind}={name}", *change_back.split())
+
+
+def preempt(run: RunDirectory, job: str) -> None:
+    """Let a job of higher priority take all nodes of the job's partition, after 5 s of grace."""
+    partition = squeue(job, "%P")
+    with changed("PartitionName", partition, "PreemptMode=REQUEUE GraceTime=5", "PreemptMode=OFF GraceTime=0"):
+        scontrol("create", "PartitionName=urgent", f"Nodes={partition}[1-4]", "PriorityTier=20")
+        try:
+            urgent = sbatch("-p", "urgent", "-N4", "--exclusive", "--wrap=sleep 3")
+            until(lambda: not squeue(urgent), "the end of the urgent job")
+        finally:
+            scontrol("delete", "PartitionName=urgent")
+
+
+def near_limit(run: RunDirectory, job: str) -> None:
+    """Shorten the limit to two minutes. Slurm signals within 30 s, and the job asks for its requeue."""
+    scontrol("update", f"JobId={job}", "TimeLimit=2")
+    until(lambda: squeue(job) == "PENDING", "the requeue")
+    scontrol("update", f"JobId={job}", "TimeLimit=60")
+
+
+def close_partition(run: RunDirectory, job: str) -> None:
+    """Requeue the job while its partition is down."""
+    with changed("PartitionName", squeue(job, "%P"), "State=DOWN", "State=UP"):
+        scontrol("requeue", job)
+        until(lambda: squeue(job, "%r") == "PartitionDown", "the wait for the partition")
+        assert "1 of 2 jobs wait: PartitionDown" in run_status(run).why
+
+
+def drain(run: RunDirectory, job: str) -> None:
+    """Drain a node of the job, which goes on. Requeued, the job gets another node."""
+    node = expand(squeue(job, "%N"))[-1]
+    with changed("NodeName", node, "State=DRAIN Reason=test", "State=RESUME"):
+        until(lambda: len(lines_of(run)) > 10, "step 10")
+        assert lines_of(run)[-1]["attempt"] == 1
+        scontrol("requeue", job)
+        until(lambda: squeue(job) == "RUNNING" and node not in expand(squeue(job, "%N")), "the other node")
+
+
+@pytest.mark.parametrize(
+    ("event", "coordinates"),
+    [(preempt, False), (preempt, True), (near_limit, True), (close_partition, False), (drain, False)],
+)
+def test_a_fabric_that_slurm_takes_joins_again(
+    event: Callable[[RunDirectory, str], None], coordinates: bool, slow_folder: Path, expected: interruptions.Figures
+) -> None:
+    run = interruptions.submit(slow_folder / f"{event.__name__}-{coordinates}", *OPTIONS, PACE)
+    event(run, member_of(run, coordinates))
+    interruptions.follow_to_end(run)
+    check_steps(run, expected, 3)
+
+
 def test_cancelling_the_run_ends_all_members(folder: Path) -> None:
     run = interruptions.submit(folder / "cancelled", *OPTIONS)
     until(lambda: lines_of(run), "the first step")
@@ -113,4 +198,4 @@ def test_cancelling_the_run_ends_all_members(folder: Path) -> None:
     until(lambda: run_status(run).ended, "the end")
     assert run_status(run).state == "cancelled"
     jobs = ",".join(jobs_of(run))
-    until(lambda: not squeue("-j", jobs, "-t", "running,pending"), "the end of all jobs")
+    until(lambda: not squeue(jobs), "the end of all jobs")

@@ -31,7 +31,7 @@ from holmes_hpc.submission.elastic.connection import (
     published_path,
     read_published,
 )
-from holmes_hpc.submission.elastic.decision import AT_LIMIT, JOIN_S, Beat
+from holmes_hpc.submission.elastic.decision import JOIN_S, REQUEUE, Beat
 from holmes_hpc.submission.executor.environment import LEADER, own_member
 from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.local_ranks import preload, redirect_output
@@ -60,7 +60,7 @@ class Agent:
         """Pass a signal on to the ranks, which stop after a step. Without ranks, end. If this job ends alone, the
         coordinator stops all ranks instead."""
         if not self._ranks and not self.coordinator and number == signal.SIGTERM:
-            os._exit(1)
+            os._exit(1 if self.member is None else REQUEUE)
         if self.member is not None:
             self.is_leaving, self.is_at_limit = True, number == signal.SIGUSR2
             return
@@ -85,6 +85,7 @@ class Agent:
             if order.is_end or order.start != self._start:
                 self.end_ranks()
                 self._start, self._is_forked, self._is_stopped, self._codes = order.start, False, False, {}
+            self.is_leaving &= not order.is_end
             if order.is_end or (self.is_leaving and not order.ranks):
                 return False
             if order.is_stop and not self._is_stopped:
@@ -159,7 +160,7 @@ def main(folder: Path, import_path: str = "") -> None:
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
     if published is None:
         sys.exit(f"holmes: no coordinator is published at {path}")
-    is_rank = False
+    is_rank, deadline = False, time.monotonic() + JOIN_S
     while published is not None:
         try:
             is_rank = agent.obey(published.connect(dead_s))
@@ -171,9 +172,13 @@ def main(folder: Path, import_path: str = "") -> None:
         if agent.is_leaving:
             break
         is_here = published.node == os.environ["SLURMD_NODENAME"]  # and has found this node cut off
-        if (is_here and agent.is_known) or (published.may_live(dead_s) and is_kept_up(path, published)):
+        may_live = not agent.is_known or published.may_live(dead_s)  # a firewall refuses connections, too
+        if (is_here and agent.is_known) or (may_live and is_kept_up(path, published)):
             if agent.is_known:
                 sys.exit("holmes: the coordinator has given up this node")
+            if time.monotonic() > deadline:
+                place = f"node {published.node} at {published.address[0]}"
+                sys.exit(f"holmes: cannot reach the coordinator on {place}: give all pools a common Ethernet network")
             continue
         published = agent.next_coordinator(folder, published)
     if published is None:
@@ -182,8 +187,8 @@ def main(folder: Path, import_path: str = "") -> None:
         process_job(folder)
     elif agent.coordinator:
         os.waitpid(agent.coordinator, 0)  # Slurm would kill it with this process
-    if agent.is_at_limit and agent.has_trained:
-        sys.exit(AT_LIMIT)
+    if agent.is_leaving and (agent.has_trained or not agent.is_at_limit):
+        os._exit(REQUEUE)  # at once: the end of the interpreter takes seconds on a busy node
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
 from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, published_path
-from holmes_hpc.submission.elastic.decision import AT_LIMIT, Beat, Placement, State, place
+from holmes_hpc.submission.elastic.decision import REQUEUE, Beat, Placement, State, place
 from holmes_hpc.submission.elastic.members import MemberState
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, own_member, ranks_of_job
@@ -187,7 +187,6 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
     member = own_member()
     if srun and member is not None and not claim(folder, 1, ()):  # another member coordinates
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return wait_for(srun)
     planner, path = Planner(run, os.environ[LEADER]), published_path(folder)
     plan = planner.job_plan if srun else Plan.read(run.plan_path)  # a requeue brings back all nodes
@@ -202,6 +201,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
         lost = f", without {compress(sorted(state.gone))}" if state.gone else ""
         log_batch_line(f"lost the coordinator: node {node} takes its place{lost}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the agents and ranks of this job get it too
     coordinator = Coordinator(run, state, planner, plan)
     coordinator.claimed = max(coordinator.claimed, int(member is not None))
     pool = pools[member] if member is not None else next(p for p, j in zip(pools, job, strict=True) if node in j.nodes)
@@ -225,7 +225,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     if coordinator.is_handover:
         log_batch_line("this job ends: a node of another one takes the coordinator's place")
         leave_agents(coordinator, listener)
-        return wait_for(srun)
+        return wait_for(srun, state.is_stopping)
     if code is None or not coordinator.claim(state.start + 1):  # no agent takes over while the job is being ended
         return stand_aside(coordinator, listener)
     path.unlink(missing_ok=True)
@@ -236,11 +236,13 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     return code
 
 
-def wait_for(srun: int) -> int:
-    """Wait for the end of the step, if its srun is a child of this process. Return its exit status. Before its time
-    limit, a job that has trained is requeued."""
+def wait_for(srun: int, is_stopping: bool = False) -> int:
+    """Wait for the end of the step, if its srun is a child of this process. Return its exit status. Requeue the job if
+    its agents ask for it and Slurm does not end the job itself. `is_stopping`: Slurm does."""
+    signals = [signal.SIGTERM] * is_stopping
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(signal.SIGTERM))
     code = os.waitstatus_to_exitcode(os.waitpid(srun, 0)[1]) if srun else 0
-    if code == AT_LIMIT:
+    if code == REQUEUE and not signals:
         requeue(os.environ["SLURM_JOB_ID"])
     return code
 

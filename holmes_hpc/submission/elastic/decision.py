@@ -13,7 +13,7 @@ JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch an
 REJOIN_S = 5.0  # the same after a takeover
 ISOLATION_S = 2.0  # nodes that fall silent within this time may all be beyond a network that failed
 SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be lost
-AT_LIMIT = 75  # exit code of an agent whose job nears its time limit, and has trained
+REQUEUE = 75  # exit code of an agent whose job is to be requeued: it is preempted, or nears its limit and has trained
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
 Sizes = tuple[int, ...]  # numbers of nodes, one for each component of the job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.elastic import agent as agent_program
+from holmes_hpc.submission.elastic import coordinator as coordinator_program
 from holmes_hpc.submission.elastic.agent import Agent
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
 from holmes_hpc.submission.elastic.connection import (
@@ -32,7 +35,7 @@ from holmes_hpc.submission.elastic.connection import (
     read_published,
 )
 from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
-from holmes_hpc.submission.elastic.decision import SETTLE_S, Beat, Plans
+from holmes_hpc.submission.elastic.decision import REQUEUE, SETTLE_S, Beat, Plans
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import ComponentRanks
 from holmes_hpc.submission.plan_job import plan_executor
@@ -315,6 +318,53 @@ def test_after_a_takeover_the_ranks_start_on_the_other_nodes(tmp_path: Path, mon
     assert site.coordinator.claimed == 2 and not site.coordinator.is_superseded()
     assert claim(site.run.path / "submission", 3, ())
     assert site.coordinator.is_superseded() and not site.coordinator.claim(3)
+
+
+def test_a_waiting_agent_whose_job_is_preempted_asks_for_its_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes = list[int]()
+    monkeypatch.setattr(os, "_exit", codes.append)
+    for member, code in (("0", REQUEUE), (None, 1)):
+        monkeypatch.setenv("HOLMES_MEMBER", member) if member else monkeypatch.delenv("HOLMES_MEMBER")
+        Agent(RunDirectory(tmp_path), dead_s=1.0)._forward(signal.SIGTERM, None)
+        assert codes.pop() == code
+
+
+@pytest.mark.parametrize(
+    ("code", "is_ended", "requeued"), [(REQUEUE, False, ["8"]), (REQUEUE, True, []), (0, False, [])]
+)
+def test_a_job_is_requeued_for_its_agents_unless_slurm_ends_it(
+    code: int, is_ended: bool, requeued: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers, jobs = dict[int, Callable[..., None]](), list[str]()
+
+    def waitpid(pid: int, _: int) -> tuple[int, int]:
+        if is_ended:
+            handlers[signal.SIGTERM](signal.SIGTERM, None)
+        return pid, code << 8
+
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    monkeypatch.setattr(os, "waitpid", waitpid)
+    monkeypatch.setattr(coordinator_program, "requeue", jobs.append)
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert coordinator_program.wait_for(42) == code and jobs == requeued
+    assert coordinator_program.wait_for(42, is_stopping=True) == code and jobs == requeued
+
+
+def test_an_agent_that_cannot_reach_the_coordinator_ends_with_the_cause(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"run_dir": str(tmp_path), "elastic": {"dead_s": 1.0}}
+    published = Published(("127.0.0.1", 1), "secret", "ib1")  # nobody listens there
+    results = (("prepare", tmp_path), ("preload", config), ("read_published", published), ("is_kept_up", True))
+    for name, result in results:
+        monkeypatch.setattr(agent_program, name, lambda *_, result=result: result)
+    monkeypatch.setattr(agent_program, "JOIN_S", 0)
+    monkeypatch.setenv("SLURMD_NODENAME", "roce1")
+    problem = "cannot reach the coordinator on node ib1 at 127.0.0.1: give all pools a common Ethernet network"
+    with pytest.raises(SystemExit, match=problem):
+        agent_program.main(tmp_path)
 
 
 def test_an_agent_that_is_cut_off_sees_that_the_coordinator_lives(
