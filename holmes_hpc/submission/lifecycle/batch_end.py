@@ -22,7 +22,7 @@ from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.job_queries import disable_requeue, ending_state, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import ranks_of_job
-from holmes_hpc.submission.lifecycle.attempts import end_messages, has_recorded_end, record_attempt_end
+from holmes_hpc.submission.lifecycle.attempts import attempt_id, end_messages, has_recorded_end, record_attempt_end
 from holmes_hpc.submission.lifecycle.create import LOCK
 from holmes_hpc.submission.lifecycle.failed_rank import parse_srun_errors
 from holmes_hpc.submission.lifecycle.outcome import build_result
@@ -38,16 +38,17 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
     the job's restarts so far."""
     if is_run_of_another_job(run, job_id):
         return status or 1
-    messages = end_messages(run)
+    messages = end_messages(run) if job_id else ""  # else they are those of several jobs
     state = (read_cancellation(messages) or ending_state(job_id)) if status or signalled else None
     srun_errors = parse_srun_errors(messages, ranks_of_job(os.environ))
     result = build_result(run, status, signalled=signalled, slurm=state, srun_errors=srun_errors)
     attempt, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
     if result["state"] == "failed" and has_recorded_end(run, attempt):  # rank 0 requested the requeue that ended it
         result |= {"state": "preempted", "error": "preempted", "failed_rank": None, "failed_node": None}
-    stop_reason: str | None = "not in a job"
-    if job_id:
-        stop_reason = reason_to_stop(run, result["state"], attempt, slurm_requeues=is_preempted)
+    known_attempt = attempt if job_id else attempt_id(os.environ)
+    stop_reason = reason_to_stop(run, result["state"], known_attempt, slurm_requeues=is_preempted)
+    if stop_reason is None and not job_id:
+        stop_reason = "its pools are jobs of their own"
     if stop_reason is None:
         with contextlib.suppress(HolmesError, OSError):
             record_attempt_end(run, attempt, result["state"])

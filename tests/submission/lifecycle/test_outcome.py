@@ -344,6 +344,22 @@ def test_an_expedited_job_without_restarts_is_not_requeued(
     assert [call for call in fake_slurm.calls("scontrol") if call[0] == "update"] == updates
 
 
+@pytest.mark.integration
+def test_a_run_of_several_jobs_fails_even_if_one_was_preempted_before(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "")  # as the coordinator sets it
+    message = "slurmstepd: error: *** JOB 8 ON roce1 CANCELLED AT 2026-01-01T00:00:00 DUE TO PREEMPTION ***\n"
+    run.logs.mkdir(exist_ok=True)
+    (run.logs / "batch.txt").write_text(message)
+    run.write_exit(1, "failed", "no data")
+    assert batch_end.main([str(run.path), "1", ""]) == 1
+    result = run.read_result()
+    assert result is not None and (result["state"], result["failed_rank"]) == ("failed", 1)
+    assert "not restarted: no new step since the last start" in capfd.readouterr().out
+
+
 def test_a_missing_run_directory_is_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert batch_end.main([str(tmp_path / "nothing"), "0", ""]) == 1
     assert "cannot record the end" in capfd.readouterr().out
