@@ -52,7 +52,8 @@ class Agent:
         self.coordinator = 0  # process id of the one that this agent has started
         self.member = own_member()
         self.is_leaving, self.is_known = False, False  # its job is being ended; a coordinator has answered it
-        self.is_at_limit, self.has_trained = False, False
+        self.is_at_limit, self.has_trained, self.is_over = False, False, False  # the job; its ranks; the run
+        self.tries_since = 0.0  # to connect to the coordinator
         for number in SIGNALS:
             signal.signal(number, self._forward)
 
@@ -60,7 +61,7 @@ class Agent:
         """Pass a signal on to the ranks, which stop after a step. Without ranks, end. If this job ends alone, the
         coordinator stops all ranks instead."""
         if not self._ranks and not self.coordinator and number == signal.SIGTERM:
-            os._exit(1 if self.member is None else REQUEUE)
+            os._exit(1 if self.member is None or self.is_over else REQUEUE)
         if self.member is not None:
             self.is_leaving, self.is_at_limit = True, number == signal.SIGUSR2
             return
@@ -73,6 +74,7 @@ class Agent:
     def obey(self, connection: Connection) -> bool:
         """Report and obey until the coordinator ends the run. Return True in a forked rank.
         Raise OSError or EOFError if the coordinator is silent, or ends the connection."""
+        self.tries_since = time.monotonic()  # if it has to connect again
         while True:
             self._reap(os.WNOHANG)
             values = (self._start, len(self._ranks), self._codes, self.member, self.is_leaving)
@@ -81,11 +83,10 @@ class Agent:
             if not connection.poll(self._dead_s):
                 raise TimeoutError(f"silent for {self._dead_s:g} s")
             order = json.decode(connection.recv_bytes(MAX_BYTES), type=Order)
-            self.is_known = True
+            self.is_known, self.is_over = True, order.is_end
             if order.is_end or order.start != self._start:
                 self.end_ranks()
                 self._start, self._is_forked, self._is_stopped, self._codes = order.start, False, False, {}
-            self.is_leaving &= not order.is_end
             if order.is_end or (self.is_leaving and not order.ranks):
                 return False
             if order.is_stop and not self._is_stopped:
@@ -160,13 +161,14 @@ def main(folder: Path, import_path: str = "") -> None:
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
     if published is None:
         sys.exit(f"holmes: no coordinator is published at {path}")
-    is_rank, deadline = False, time.monotonic() + JOIN_S
+    is_rank, agent.tries_since = False, time.monotonic()
     while published is not None:
         try:
             is_rank = agent.obey(published.connect(dead_s))
             break
         except (OSError, EOFError, AuthenticationError) as e:
-            log_batch_line(f"lost the coordinator: {str(e) or 'it ended the connection'}")
+            event = "lost" if agent.is_known else "cannot join"
+            log_batch_line(f"{event} the coordinator: {str(e) or 'it ended the connection'}")
             agent.end_ranks()
             time.sleep(BEAT_S)  # a coordinator that is killed closes its listener last
         if agent.is_leaving:
@@ -176,18 +178,19 @@ def main(folder: Path, import_path: str = "") -> None:
         if (is_here and agent.is_known) or (may_live and is_kept_up(path, published)):
             if agent.is_known:
                 sys.exit("holmes: the coordinator has given up this node")
-            if time.monotonic() > deadline:
+            if time.monotonic() > agent.tries_since + JOIN_S:
                 place = f"node {published.node} at {published.address[0]}"
                 sys.exit(f"holmes: cannot reach the coordinator on {place}: give all pools a common Ethernet network")
             continue
-        published = agent.next_coordinator(folder, published)
+        published, agent.tries_since = agent.next_coordinator(folder, published), time.monotonic()
     if published is None:
         requeue(os.environ[LEADER] if agent.member is None else os.environ["SLURM_JOB_ID"])
     elif is_rank:
         process_job(folder)
     elif agent.coordinator:
         os.waitpid(agent.coordinator, 0)  # Slurm would kill it with this process
-    if agent.is_leaving and (agent.has_trained or not agent.is_at_limit):
+    is_own_end = agent.is_leaving and not (agent.is_over or is_rank)  # of its job, not of the run
+    if is_own_end and (agent.has_trained or not agent.is_at_limit):
         os._exit(REQUEUE)  # at once: the end of the interpreter takes seconds on a busy node
 
 

@@ -54,6 +54,7 @@ from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
 END_S = 3.0  # limit of the agents' and srun's end
+SIGNAL_S = 1.0  # limit of the time between Slurm's signals to a job's agents and to its batch script
 COUNT_S = 2.0  # between looks at the last step
 
 
@@ -187,7 +188,10 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
     member = own_member()
     if srun and member is not None and not claim(folder, 1, ()):  # another member coordinates
-        return wait_for(srun)
+        if (run.read_result() or {}).get("writer") != "batch":
+            return wait_for(srun)
+        os.kill(srun, signal.SIGKILL)  # the run ended before this job was requeued
+        return 0
     planner, path = Planner(run, os.environ[LEADER]), published_path(folder)
     plan = planner.job_plan if srun else Plan.read(run.plan_path)  # a requeue brings back all nodes
     pools = [part.pool for part in planner.job_plan.components]
@@ -214,20 +218,22 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
                 threading.Thread(target=coordinator.serve, args=(listener.accept(), secret), daemon=True).start()
 
     threading.Thread(target=accept, name="agents", daemon=True).start()
-    code = None
+    code, step_code = None, 0
     while not coordinator.is_superseded() and (code := coordinator.step()) is None and not coordinator.is_handover:
         path.touch()  # shows agents that lose their connection that the coordinator lives
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended and member is None:
             return os.waitstatus_to_exitcode(status) or 1
-        srun = 0 if ended else srun  # the nodes of other jobs go on
+        if ended:  # the nodes of other jobs go on
+            srun, step_code = 0, os.waitstatus_to_exitcode(status)
     if coordinator.is_handover:
         log_batch_line("this job ends: a node of another one takes the coordinator's place")
         leave_agents(coordinator, listener)
-        return wait_for(srun, state.is_stopping)
+        return wait_for(srun, state.is_stopping, step_code)
     if code is None or not coordinator.claim(state.start + 1):  # no agent takes over while the job is being ended
-        return stand_aside(coordinator, listener)
+        stand_aside(coordinator, listener)
+        return 1 if member is None else wait_for(srun, state.is_stopping, step_code)
     path.unlink(missing_ok=True)
     if not srun or member is not None:
         code = end_job(run, code, state)
@@ -236,14 +242,17 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     return code
 
 
-def wait_for(srun: int, is_stopping: bool = False) -> int:
-    """Wait for the end of the step, if its srun is a child of this process. Return its exit status. Requeue the job if
-    its agents ask for it and Slurm does not end the job itself. `is_stopping`: Slurm does."""
+def wait_for(srun: int, is_stopping: bool = False, code: int = 0) -> int:
+    """Wait for the end of the step, and return its exit status: `code` if it has ended (`srun` is 0). Requeue the job
+    if its agents ask for it and Slurm does not end the job itself. `is_stopping`: Slurm does."""
     signals = [signal.SIGTERM] * is_stopping
     signal.signal(signal.SIGTERM, lambda *_: signals.append(signal.SIGTERM))
-    code = os.waitstatus_to_exitcode(os.waitpid(srun, 0)[1]) if srun else 0
-    if code == REQUEUE and not signals:
-        requeue(os.environ["SLURM_JOB_ID"])
+    code = os.waitstatus_to_exitcode(os.waitpid(srun, 0)[1]) if srun else code
+    if code == REQUEUE and not wait_until(lambda: bool(signals), SIGNAL_S, INTERVAL_S):  # scancel signals both
+        job_id = os.environ["SLURM_JOB_ID"]
+        log_batch_line(f"job {job_id} is preempted, or near its time limit: requeue it")
+        if refusal := requeue(job_id)[0]:
+            log_batch_line(f"job {job_id} is not requeued: {refusal}")
     return code
 
 
@@ -254,13 +263,13 @@ def leave_agents(coordinator: Coordinator, listener: Listener) -> None:
     coordinator.state.gone.update(coordinator.state.heard_at)
 
 
-def stand_aside(coordinator: Coordinator, listener: Listener) -> int:
-    """Leave the agents to another coordinator. Return when the job ends: the end of the batch script would end it."""
+def stand_aside(coordinator: Coordinator, listener: Listener) -> None:
+    """Leave the agents to another coordinator. Return when a job of all nodes ends: the end of the batch script would
+    end it."""
     log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
     leave_agents(coordinator, listener)
-    while not coordinator.state.is_stopping:
+    while coordinator.state.is_one_job and not coordinator.state.is_stopping:
         time.sleep(INTERVAL_S)
-    return 1
 
 
 def end_job(run: RunDirectory, code: int, state: State) -> int:

@@ -317,7 +317,7 @@ def test_after_a_takeover_the_ranks_start_on_the_other_nodes(tmp_path: Path, mon
     assert site.coordinator.state.placement.nodes == ["ib2", "ib3", "roce1", "roce2"]
     assert site.coordinator.claimed == 2 and not site.coordinator.is_superseded()
     assert claim(site.run.path / "submission", 3, ())
-    assert site.coordinator.is_superseded() and not site.coordinator.claim(3)
+    assert site.coordinator.is_superseded() and not site.coordinator.claim(4)
 
 
 def test_a_waiting_agent_whose_job_is_preempted_asks_for_its_requeue(
@@ -325,9 +325,11 @@ def test_a_waiting_agent_whose_job_is_preempted_asks_for_its_requeue(
 ) -> None:
     codes = list[int]()
     monkeypatch.setattr(os, "_exit", codes.append)
-    for member, code in (("0", REQUEUE), (None, 1)):
+    for member, is_over, code in (("0", False, REQUEUE), ("0", True, 1), (None, False, 1)):
         monkeypatch.setenv("HOLMES_MEMBER", member) if member else monkeypatch.delenv("HOLMES_MEMBER")
-        Agent(RunDirectory(tmp_path), dead_s=1.0)._forward(signal.SIGTERM, None)
+        agent = Agent(RunDirectory(tmp_path), dead_s=1.0)
+        agent.is_over = is_over
+        agent._forward(signal.SIGTERM, None)
         assert codes.pop() == code
 
 
@@ -335,7 +337,7 @@ def test_a_waiting_agent_whose_job_is_preempted_asks_for_its_requeue(
     ("code", "is_ended", "requeued"), [(REQUEUE, False, ["8"]), (REQUEUE, True, []), (0, False, [])]
 )
 def test_a_job_is_requeued_for_its_agents_unless_slurm_ends_it(
-    code: int, is_ended: bool, requeued: list[str], monkeypatch: pytest.MonkeyPatch
+    code: int, is_ended: bool, requeued: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     handlers, jobs = dict[int, Callable[..., None]](), list[str]()
 
@@ -344,12 +346,19 @@ def test_a_job_is_requeued_for_its_agents_unless_slurm_ends_it(
             handlers[signal.SIGTERM](signal.SIGTERM, None)
         return pid, code << 8
 
+    def requeue(job_id: str) -> tuple[str | None, bool]:
+        jobs.append(job_id)
+        return "disabled", False
+
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     monkeypatch.setattr(os, "waitpid", waitpid)
-    monkeypatch.setattr(coordinator_program, "requeue", jobs.append)
+    monkeypatch.setattr(coordinator_program, "requeue", requeue)
+    monkeypatch.setattr(coordinator_program, "SIGNAL_S", 0)
     monkeypatch.setenv("SLURM_JOB_ID", "8")
     assert coordinator_program.wait_for(42) == code and jobs == requeued
+    assert ("job 8 is not requeued: disabled" in capfd.readouterr().out) == bool(requeued)
     assert coordinator_program.wait_for(42, is_stopping=True) == code and jobs == requeued
+    assert coordinator_program.wait_for(0, is_ended, code) == code and jobs == 2 * requeued  # srun has ended before
 
 
 def test_an_agent_that_cannot_reach_the_coordinator_ends_with_the_cause(
