@@ -67,7 +67,7 @@ class Coordinator:
         self._planner, self._plan, self._folder = planner, plan, run.path / "submission"
         self.claimed, self.is_aside = state.start - (not state.is_takeover), False
         self._reasons = dict[str, str]()  # lost node -> why
-        self._ended = "node lost"  # why the ranks' last start ended
+        self._ended = ""  # why the ranks' last start ended; empty after a takeover
         self.is_handover, self._counted_at = False, 0.0
 
     def serve(self, connection: Connection, secret: bytes) -> None:
@@ -119,7 +119,8 @@ class Coordinator:
                 state.is_changing = True
                 log_batch_line(f"{decision.reason}: the ranks save and end")
             if decision.placement is not None:
-                self._ended = decision.ended
+                if state.is_started or not self._ended:  # else they have ended before
+                    self._ended = decision.ended
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
             missing_plans = state.missing_plans(now)
         if decision.is_go:  # agents are answered while files are written
@@ -139,9 +140,10 @@ class Coordinator:
         return self.state.is_isolated(time.monotonic()) or newest_claim(self._folder, self.claimed) > self.claimed
 
     def claim(self, start: int) -> bool:
-        """Claim a start of the ranks, or the end of the run. Return False if it is another coordinator's."""
-        if start > self.claimed and claim(self._folder, start, self.state.gone):
-            self.claimed = start
+        """Claim a start of the ranks, or the end of the run, and those before it. Return False if one is another
+        coordinator's."""
+        while start > self.claimed and claim(self._folder, self.claimed + 1, self.state.gone):
+            self.claimed += 1
         return self.claimed >= start
 
     def _change(self, cause: str, placement: Placement, plan: Plan | None) -> None:
@@ -150,6 +152,7 @@ class Coordinator:
         new_nodes = compress(sorted(set(placement.nodes) - set(state.placement.nodes)))
         nodes = ", ".join(compress(part.nodes) for part in placement.planned)
         change = f"spare {new_nodes} takes over" if new_nodes else "the ranks start again"
+        change = change if placement.nodes else "the other nodes wait for more"
         log_batch_line(f"{cause}: " + (f"plan {plan.id} on {nodes}" if plan else change))
         state.placement, state.start, state.failed_at, state.is_started = placement, state.start + 1, None, False
         state.plan, state.is_changing = self._plan, False
@@ -159,7 +162,7 @@ class Coordinator:
         if not self.claim(self.state.start):
             return
         if self.state.start > 1:
-            record_attempt_end(self._run, attempt_id(os.environ), self._ended)
+            record_attempt_end(self._run, attempt_id(os.environ), self._ended or "node lost")
         if self._plan.id != Plan.read(self._run.plan_path).id:
             self._run.reopen(self._plan.to_yaml())
             self._run.update_run(plan_id=self._plan.id, components=self._plan.layout)

@@ -10,7 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.submission.elastic.decision import REJOIN_S, Beat, Decision, Sizes, State, decide_by_codes, place
+from holmes_hpc.submission.elastic.decision import (
+    REJOIN_S,
+    Beat,
+    Decision,
+    Placement,
+    Sizes,
+    State,
+    decide_by_codes,
+    place,
+)
 
 CHANGE_S = 10.0  # of training that a change costs, about
 ARRIVAL_S = 2.0  # between the arrivals of nodes whose jobs start together
@@ -76,17 +85,13 @@ class MemberState(State):
             self.placement = replace(placement, spares=tuple(spares))
         return True
 
-    def usable_nodes(self, staying: Collection[str]) -> list[list[str]]:
-        """Return the nodes of each component that the next start may use: none of a new component whose nodes are not
-        all there, unless another coordinator had it before."""
-        nodes = self.placement.usable_nodes(staying)
-        in_use = [bool(part.nodes) or self.is_takeover for part in self.placement.components]
-        rows = zip(nodes, self.complete, in_use, strict=True)
-        return [sorted(names) if is_used or len(names) >= count else [] for names, count, is_used in rows]
-
     def sizes(self, staying: Collection[str]) -> Sizes:
-        """Return the number of nodes of each component that the next start needs a plan for."""
-        return tuple(map(min, map(len, self.usable_nodes(staying)), self.complete))
+        """Return the number of nodes of each component that the next start needs a plan for: none of a new component
+        whose nodes are not all there, unless another coordinator had it before."""
+        counts = map(len, self.placement.usable_nodes(staying))
+        in_use = [bool(part.nodes) or self.is_takeover for part in self.placement.components]
+        rows = zip(counts, self.complete, in_use, strict=True)
+        return tuple(min(count, full) if is_used or count >= full else 0 for count, full, is_used in rows)
 
     def missing_plans(self, now: float) -> list[Sizes]:
         """Return the numbers of nodes without a plan that may be needed, the most urgent first: those of the present
@@ -131,12 +136,18 @@ def _reason_to_change(state: MemberState, staying: Collection[str]) -> str:
 
 
 def _next_start(state: MemberState, lost: tuple[str, ...], staying: Collection[str]) -> Decision:
-    """Return the next start of the ranks on the nodes that stay; nothing while its plan or its nodes are missing."""
+    """Return the next start of the ranks on the nodes that stay; nothing while its plan is being made. If there is none
+    for them, all are spare until others join: the nodes of a requeued job would not be admitted before."""
     sizes, is_first = state.sizes(staying), state.plan is None
     has_few = sum(map(bool, sizes)) < (state.min_fabrics if is_first else 1) or sum(sizes) < state.min_nodes
     plan = None if has_few else state.plans.get(sizes)
-    if plan is None:
-        return Decision(lost)
-    text = "training begins" if is_first else "the nodes have changed"
+    nodes = [sorted(names) for names in state.placement.usable_nodes(staying)]
     ended = "node lost" if lost else "nodes changed"
-    return Decision(lost, place(plan, state.pools, state.usable_nodes(staying)), plan, reason=text, ended=ended)
+    if plan is not None:
+        text = "training begins" if is_first else "the nodes have changed"
+        return Decision(lost, place(plan, state.pools, nodes), plan, reason=text, ended=ended)
+    if not state.placement.nodes or (not has_few and sizes not in state.plans):
+        return Decision(lost)
+    components = tuple(replace(part, nodes=()) for part in state.placement.components)
+    placement = Placement(components, tuple(tuple(names) for names in nodes))
+    return Decision(lost, placement, reason="nodes have left, and there is no plan for the others", ended=ended)

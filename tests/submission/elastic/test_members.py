@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import plans
 import pytest
 
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.submission.elastic.claims import claim
+from holmes_hpc.submission.elastic.coordinator import coordinate
 from holmes_hpc.submission.elastic.decision import Beat, Decision
 from holmes_hpc.submission.elastic.members import ARRIVAL_S, MemberState
+from holmes_hpc.submission.executor.environment import LEADER
 
 NOW = 1000.0
 BOTH, IB = plans.plan("ib-a", "roce-a"), plans.plan("ib-a", step_time_s=2.0)
@@ -39,7 +45,8 @@ def arrive(made: MemberState, node: str, start: int = 0) -> bool:
 def follow(made: MemberState, decision: Decision) -> None:
     """Do what the coordinator and its agents do."""
     if decision.placement is not None:
-        made.placement, made.plan, made.start = decision.placement, decision.plan, made.start + 1
+        made.placement, made.start = decision.placement, made.start + 1
+        made.plan = decision.plan or made.plan
         made.is_started = made.is_changing = False
     made.is_started |= decision.is_go
     made.is_changing |= decision.is_stop
@@ -162,3 +169,41 @@ def test_failed_ranks_start_again_if_they_may() -> None:
     assert made.decide(NOW) == Decision(placement=made.placement, reason="a rank has failed", ended="failed")
     made.is_stopping = True
     assert made.decide(NOW) == Decision(is_stop=True, reason="the coordinator's job ends")
+
+
+def test_a_node_that_reports_before_the_others_of_its_component_is_kept() -> None:
+    made = training("ib1", "ib2", "roce1")
+    assert made.placement.spares == ((), ("roce1",))
+    arrive(made, "roce2")
+    assert made.decide(NOW).reason == "roce-a joins"
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+@pytest.mark.parametrize("changes", [{"min_nodes": 4}, {"plans": {(2, 2): BOTH, (2, 0): None}}])
+def test_without_a_plan_for_the_others_all_wait_for_the_requeued_job(changes: dict[str, Any], is_leaving: bool) -> None:
+    made = replace(training("ib1", "ib2", "roce1", "roce2"), **changes)
+    for node in ("roce1", "roce2"):
+        made.beats[node] = replace(made.beats[node], is_leaving=is_leaving)
+    if is_leaving:
+        follow(made, made.decide(NOW))
+        end_ranks(made)
+    else:
+        made.gone |= {"roce1", "roce2"}
+    decision = made.decide(NOW)
+    assert planned(decision) == (None, []) and decision.lost == (() if is_leaving else ("roce1", "roce2"))
+    follow(made, decision)
+    assert made.placement.spares == (("ib1", "ib2"), ()) and made.decide(NOW) == WAIT
+    assert arrive(made, "roce1") and arrive(made, "roce2")
+    assert planned(made.decide(NOW + ARRIVAL_S))[0] == BOTH
+
+
+def test_a_job_that_is_requeued_after_the_end_of_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("HOLMES_MEMBER", "1"), (LEADER, "7"), ("SLURMD_NODENAME", "roce1")):
+        monkeypatch.setenv(name, value)
+    run = RunDirectory.create(tmp_path / "run", config=CONFIG)
+    (run.path / "submission").mkdir()
+    assert claim(run.path / "submission", 1, ())
+    run.write_result({"state": "completed"}, writer="batch")
+    with subprocess.Popen(["sleep", "60"]) as srun:
+        assert coordinate(run, srun.pid, 1) == 0
+    assert srun.returncode == -signal.SIGKILL
