@@ -152,9 +152,9 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         return self.kv_heads * self.head_width
 
     @property
-    def active_ffns(self) -> int:
-        """The number of feed-forward parts that compute a token: its experts, or the one of a dense layer."""
-        return self.experts.top_k if self.experts.count else 1
+    def active_ffns(self) -> float:
+        """The mean number of feed-forward parts that compute a token: experts within capacity, or a dense layer's."""
+        return self.experts.top_k * min(1, self.experts.capacity or 1) if self.experts.count else 1
 
     @property
     def ffn_width(self) -> int:
@@ -162,7 +162,7 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         return (self.experts.count and self.experts.ffn) or self.ffn
 
     @property
-    def active_width(self) -> int:
+    def active_width(self) -> float:
         """The inner width of all feed-forward parts that compute a token."""
         return self.active_ffns * self.ffn_width + self.experts.shared
 

@@ -31,9 +31,9 @@ def expert_parameters(m: ModelSpec, ep: int = 1) -> int:
     return m.experts.count // ep * ffn_weights(m, m.ffn_width)
 
 
-def ffn_matrix(m: ModelSpec) -> int:
+def ffn_matrix(m: ModelSpec) -> float:
     """Return the weights of one layer's FFN that compute a token: `top_k` experts, shared ones and the router."""
-    return ffn_weights(m, m.active_width) + m.experts.count * m.hidden
+    return ffn_weights(m, 1) * m.active_width + m.experts.count * m.hidden
 
 
 def permuted_elements(m: ModelSpec) -> float:

@@ -122,7 +122,7 @@ class LayerTimes:
         products = self._up_and_down(m.tp_ffn // shape.tp, shape.tokens, fp8) if m.tp_ffn else []
         if experts.count:
             count = experts.count // shape.ep
-            tokens = max(1, round(shape.tokens / shape.tp * experts.top_k / count))
+            tokens = max(1, round(shape.tokens / shape.tp * m.active_ffns / count))
             expert_products = self._up_and_down(m.ffn_width, tokens, fp8)
             products += [(count * forward, count * backward) for forward, backward in expert_products]
         return products

@@ -89,7 +89,7 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
     if fused and not software.fused_elementwise:
         held += m.swiglu
         attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
-    ffn = held * m.tp_ffn
+    ffn: float = held * m.tp_ffn
     if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
         ffn += m.active_ffns * (h + (held + m.swiglu) * m.ffn_width + 4) + h + 9 * m.experts.count // 4
     dropout_bytes = element + mask if m.dropout else 0

@@ -174,3 +174,19 @@ def test_joined_products_hold_the_first_matrices_and_their_gradients() -> None:
     assert experts.joined_bytes(model, ep=2, element=2) == 2 * 2 * 4 * 2 * 48 * model.hidden
     assert experts.joined_bytes(model, ep=8, element=2) == 0  # one expert per rank
     assert experts.joined_bytes(model, ep=2, element=4) == 0  # computed one after the other
+
+
+def test_experts_with_a_capacity_below_the_mean_compute_and_exchange_less() -> None:
+    half = replace(MODEL, experts=replace(MODEL.experts, capacity=0.5))
+    ample = replace(MODEL, experts=replace(MODEL.experts, capacity=1.5))
+    options = PlanOptions(tp=1, pp=2, dp=16, ep=16)
+    plans = [fixed_plan(m, BATCH, SITE, options, Costs()) for m in (MODEL, ample, half)]
+    dropless, unused, halved = (predict(p, Costs()) for p in plans)
+    assert dropless.step_time_s == unused.step_time_s > halved.step_time_s
+    layouts = [Layout.of(p, Costs()) for p in (plans[0], plans[2])]
+    sizes = [experts.bytes_to_each_rank(layout, layout.components[0], between_nodes=True) for layout in layouts]
+    assert sizes[1] == sizes[0] / 2
+    shapes = [LayerShape(m, BATCH) for m in (MODEL, ample, half)]
+    held = [layer_activation_bytes(shape, Costs(), SITE.pools[0].gpu)[0] for shape in shapes]
+    assert held[0] == held[1] > held[2]
+    assert layer_flops(MODEL, 1, 1024) - layer_flops(half, 1, 1024) == 2 * 3 * 1024 * 512  # one expert of two
