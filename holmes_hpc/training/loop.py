@@ -145,6 +145,8 @@ class Trainer:
             self.models, self.model_config, plan, train, self.breakdown, session.groups.embedding_group
         )
         optimizer.time_waits(self.optimizer, self.models, self.breakdown)
+        for owner, function in experts.EXCHANGES if plan.model.experts.count else ():
+            self.breakdown.wrap(owner, function, "expert_s")
         return chunks
 
     # -- the steps --------------------------------------------------------------------------------------------------

@@ -55,6 +55,8 @@ def test_experts_have_the_losses_and_norms_of_one_process(
     settings = {"overlap_grad_reduce": overlap, "overlap_param_gather": overlap}
     ended = train(tmp_path / "run", LAYOUTS[name], **settings)
     assert all(1 <= share < 2 for share in ended.column("expert_imbalance"))
+    compute_s = [max(stage["compute_s"] for stage in stages) for stages in ended.column("breakdown")]
+    assert all(0 < s < limit for s, limit in zip(ended.column("expert_s"), compute_s, strict=True))
     assert ended.column("loss") == pytest.approx(one_process.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(one_process.column("grad_norm"), rel=1e-4)
 

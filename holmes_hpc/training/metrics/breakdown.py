@@ -114,7 +114,8 @@ class Breakdown:
         self._spans.clear()
 
     def take(self) -> dict[str, float]:
-        """Return part -> seconds since the last call or :meth:`begin`. They add up to the time that has passed."""
+        """Return part -> seconds since the last call or :meth:`begin`. They add up to the time that has passed.
+        Exchanges of experts count as compute_s, and also as expert_s."""
         self._switch(self._stack[-1])
         if self._cuda:
             self._events[-1][0].synchronize()
@@ -126,6 +127,9 @@ class Breakdown:
         totals = dict.fromkeys(PARTS, 0.0)
         for i, (part, seconds) in enumerate(spans):
             is_fill_or_drain = part == "pipeline_wait_s" and not computing[0] < i < computing[-1]
+            if part == "expert_s":
+                totals[part] = totals.get(part, 0.0) + seconds
+                part = "compute_s"
             totals["fill_drain_s" if is_fill_or_drain else part] += seconds
         return totals
 

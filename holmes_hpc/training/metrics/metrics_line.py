@@ -29,10 +29,11 @@ from holmes_hpc.waiting import wait_until
 Write = Callable[[int, Mapping[str, float]], None]
 RANKS_EVERY = 100  # steps between the lines of ranks.jsonl
 # The columns of a row: loss sum, loss count, peak memory, step time, tokens of its experts, seven byte counts,
-# the parts of the step, what the rank has sent to each destination, and (with train.openmetrics) its GPU figures.
+# seconds, what the rank has sent to each destination, and (with train.openmetrics) its GPU figures.
+_SECONDS = (*PARTS, "expert_s")  # expert_s is within compute_s
 _LOSS, _COUNT, _MEMORY, _STEP, _EXPERT_TOKENS, _NIC = 0, 1, 2, 3, 4, 5
 _PARTS = _NIC + 7
-_SENT = _PARTS + len(PARTS)
+_SENT = _PARTS + len(_SECONDS)
 
 
 def peak_memory_bytes(cuda: bool) -> int:
@@ -54,7 +55,7 @@ def rank_row(
     TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: of
     :meth:`Destinations.row` and :meth:`GpuFigures.read`; `expert_tokens`: of :class:`TokenCounter` in experts.py."""
     first = loss_sum, loss_count, memory, step_time_s, expert_tokens
-    return torch.tensor([*first, *nic, *(parts[p] for p in PARTS), *sent], dtype=torch.float64)
+    return torch.tensor([*first, *nic, *(parts.get(p, 0.0) for p in _SECONDS), *sent], dtype=torch.float64)
 
 
 def metrics_line(
@@ -70,7 +71,7 @@ def metrics_line(
     tera_gpu_seconds = 1e12 * plan.world_size * step_time_s
     rows_of_stage = [rows[ranks.ravel()] for ranks in plan.parallel.grid()]
     stages = [  # the mean over the stage's ranks, in seconds; the parts add up to the step's time
-        dict(zip(PARTS, stage_rows[:, _PARTS:_SENT].mean(axis=0).tolist(), strict=True)) for stage_rows in rows_of_stage
+        {part: float(part_by_rank(stage_rows, part).mean()) for part in PARTS} for stage_rows in rows_of_stage
     ]
     return {
         "step": step,
@@ -78,7 +79,7 @@ def metrics_line(
         "step_time_s": step_time_s,
         "loss": losses / count if count else math.nan,
         **fields,
-        **(_experts(plan, [r[:, _EXPERT_TOKENS] for r in rows_of_stage]) if plan.model.experts.count else {}),
+        **(_experts(plan, rows_of_stage) if plan.model.experts.count else {}),
         "tokens_per_s": samples_per_s * plan.batch.sequence_length,
         "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / tera_gpu_seconds,
@@ -93,11 +94,15 @@ def metrics_line(
     }
 
 
-def _experts(plan: Plan, tokens: Sequence[Rows]) -> dict[str, float]:
-    """Return the fields on experts. `tokens`: for each stage, how many tokens the experts of each rank computed."""
-    fields = {"expert_imbalance": max(float(counts.max() * len(counts) / max(1, counts.sum())) for counts in tokens)}
-    if plan.model.experts.capacity is not None:
-        routed = plan.batch.tokens * plan.model.experts.top_k * plan.model.layers
+def _experts(plan: Plan, rows_of_stage: Sequence[Rows]) -> dict[str, float]:
+    """Return the fields on experts. `rows_of_stage`: the rows of each stage's ranks."""
+    experts, tokens = plan.model.experts, [rows[:, _EXPERT_TOKENS] for rows in rows_of_stage]
+    fields = {
+        "expert_imbalance": max(float(counts.max() * len(counts) / max(1, counts.sum())) for counts in tokens),
+        "expert_s": max(float(part_by_rank(rows, "expert_s").mean()) for rows in rows_of_stage),
+    }
+    if experts.capacity is not None:
+        routed = plan.batch.tokens * experts.top_k * plan.model.layers
         fields["dropped_tokens"] = 1 - float(sum(counts.sum() for counts in tokens)) / routed
     return fields
 
@@ -137,8 +142,8 @@ def sent_rows(rows: Rows) -> Rows:
 
 
 def part_by_rank(rows: Rows, part: str) -> Rows:
-    """Return every rank's seconds in a part of the step (one of PARTS), (ranks,)."""
-    return rows[:, _PARTS + PARTS.index(part)]
+    """Return every rank's seconds in a part of the step (one of _SECONDS), (ranks,)."""
+    return rows[:, _PARTS + _SECONDS.index(part)]
 
 
 class Gathering:

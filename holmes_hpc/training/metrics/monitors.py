@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
     from holmes_hpc.training.session import Session
 
+UNBALANCED = 1.1  # of `expert_imbalance`: from here on, a rank may take longer because of its experts, not its node
+
 
 class Monitors:
     """The monitors of a session. They also pass each step to the exporter of ``train.openmetrics``, if it is set.
@@ -56,7 +58,8 @@ class Monitors:
             if is_step_only:
                 yield from self._links.add(part_by_rank(rows, "grad_sync_s"))
                 yield from self._edges.add(self._destinations.edge_seconds(sent))
-        yield from self._stragglers.add(part_by_rank(rows, "compute_s"))
+        if line.get("expert_imbalance", 1.0) < UNBALANCED:  # exchanges wait for slower ranks
+            yield from self._stragglers.add(part_by_rank(rows, "compute_s") - part_by_rank(rows, "expert_s"))
         if self._exporter is not None:
             slow = {} if self.one_host else {**self._links.slow, **self._edges.slow}
             self._exporter.add(line, slow, gpus=sent[:, self._destinations.width :].tolist())

@@ -24,6 +24,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from holmes_hpc.config.model import ModelSpec
 
+# Functions that exchange tokens, and before them their numbers. In these, ranks of an EP group wait for each other.
+EXCHANGES = ((mappings._AllToAll, "forward"), (token_dispatcher, "gather_from_sequence_parallel_region"))
+
 
 def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
     """Return the options of TransformerConfig for the experts of `spec`; none for a dense model."""

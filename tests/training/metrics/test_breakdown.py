@@ -68,3 +68,18 @@ def test_a_wrapped_method_counts_even_when_it_fails(monkeypatch: pytest.MonkeyPa
     clock.pass_(1)
     seconds = parts.take()
     assert seconds["param_sync_s"] == pytest.approx(4) and seconds["other_s"] == pytest.approx(1)
+
+
+def test_exchanges_of_experts_are_a_part_of_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    parts = breakdown.Breakdown()
+    parts.begin()
+    parts("forward-compute").start()
+    clock.pass_(1)
+    for seconds in (2, 4):
+        with parts.part("expert_s"):
+            clock.pass_(seconds)
+    parts("forward-compute").stop()
+    seconds_of = parts.take()
+    assert (seconds_of["compute_s"], seconds_of["expert_s"]) == pytest.approx((7, 6))
+    assert "expert_s" not in parts.take()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import spawn
 import torch
 
-from holmes_hpc.config.model import Batch
+from holmes_hpc.config.model import Batch, Experts
 from holmes_hpc.records.files import to_json
 from holmes_hpc.records.metrics import FIELDS, PARTS, rounded
 from holmes_hpc.training.metrics import metrics_line
@@ -80,3 +81,13 @@ def test_a_line_does_not_grow_with_the_number_of_ranks() -> None:
         rows = np.tile(row.numpy(), (plan.world_size, 1))
         sizes.append(len(to_json(rounded(metrics_line.metrics_line(plan, rows, 1, 0.0, {}, [1.0, 1.0])))))
     assert sizes[1] < sizes[0] + 100
+
+
+def test_the_exchanges_of_experts_are_those_of_the_slowest_stage() -> None:
+    plan = spawn.plan(pp=2, dp=2, model=replace(spawn.MODEL, experts=Experts(4)))
+    parts = dict.fromkeys(PARTS, 0.1)
+    seconds = (0.01, 0.02, 0.04, 0.05)
+    rows = [metrics_line.rank_row(0, 0, 1, {**parts, "expert_s": s}, (0,) * 7, 1) for s in seconds]
+    matrix = torch.stack(rows).numpy()
+    assert metrics_line.metrics_line(plan, matrix, 1, 0.0, {}, [1.0, 1.0])["expert_s"] == pytest.approx(0.045)
+    assert metrics_line.part_by_rank(matrix, "expert_s") == pytest.approx(seconds)

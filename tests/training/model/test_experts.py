@@ -1,11 +1,15 @@
-"""The products of all experts together equal those of one expert after the other."""
+"""Experts of a layer: their products together, and the functions in which ranks wait for each other."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 
 import one_process
 import pytest
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from holmes_hpc.training.model import experts
 
 SCRIPT = """
 import sys
@@ -64,3 +68,10 @@ print("equal")
 @pytest.mark.integration
 def test_products_together_equal_one_expert_after_the_other(tmp_path: Path) -> None:
     assert one_process.last_line(SCRIPT, tmp_path) == "equal"
+
+
+def test_all_exchanges_of_the_dispatcher_are_timed() -> None:
+    """In a forward pass, ranks first wait for each other's numbers of tokens."""
+    (_, _), (module, gather) = experts.EXCHANGES
+    assert vars(module)[gather] is MoEAlltoAllTokenDispatcher.preprocess.__globals__[gather]
+    assert f"{gather}(" in inspect.getsource(MoEAlltoAllTokenDispatcher.preprocess)
