@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from math import gcd
 from typing import Annotated, Any
 
@@ -36,7 +37,7 @@ class RopeScaling(Checked, where="rope_scaling", error=PlanError):
 
 @dataclass(frozen=True)
 class Experts(Checked, where="model.experts", error=PlanError):
-    """The experts of every layer, which replace its feed-forward part. A router sends each token to `top_k` of them."""
+    """The experts of a layer, which replace its feed-forward part. A router sends each token to `top_k` of them."""
 
     count: Annotated[int, key("experts of a layer; 0: a dense model", ge=0)] = 0
     top_k: Annotated[int, key("experts that compute a token", ge=1)] = 2
@@ -57,6 +58,7 @@ class Experts(Checked, where="model.experts", error=PlanError):
     capacity: Annotated[
         float | None, key("an expert drops tokens beyond this multiple of the mean; null: drops none", gt=0)
     ] = None
+    first_dense: Annotated[int, key("first layers without experts, whose width is model.ffn", ge=0)] = 0
 
     @property
     def has_valid_groups(self) -> bool:
@@ -105,9 +107,9 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
     experts: Annotated[
         Experts,
         key(
-            "experts of a layer: count (0: dense), top_k (of a token), ffn (null: model.ffn), balance (coefficient), "
+            "experts of a layer: count (0: dense), top_k, ffn (null: model.ffn), balance (coefficient), "
             "score (softmax, softmax_all, sigmoid), bias (change per step), groups, top_groups, z_loss, shared, "
-            "capacity"
+            "capacity, first_dense"
         ),
     ] = Experts()
 
@@ -135,6 +137,14 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         hint = "choose groups that divide experts.count, and top_groups that divides experts.top_k"
         yield experts.count and not experts.has_valid_groups, problem, hint
         yield experts.count and self.bias, "experts cannot have biases", "use model.bias=false"
+        most = self.layers - 1 if experts.count else 0
+        problem = f"experts.first_dense is {experts.first_dense}, of {self.layers} layers"
+        yield experts.first_dense > most, problem, f"use at most {most}"
+
+    @cached_property
+    def dense(self) -> ModelSpec:
+        """The model without experts: its first layers are like all layers of this one."""
+        return replace(self, experts=Experts())
 
     @property
     def head_width(self) -> int:

@@ -271,7 +271,7 @@ def calibration_config(config: Configuration) -> Configuration:
     return replace(
         config,
         plan=plan,
-        model=replace(config.model, layers=layers),
+        model=replace(config.model, layers=layers, experts=replace(config.model.experts, first_dense=0)),
         batch=replace(batch, global_size=2 * sum(ranks) * batch.micro_size),
     )
 

@@ -114,7 +114,7 @@ def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
     ("words", "message"),
     [
         ("--num-experts 8 --tensor-model-parallel-size 2", "use --expert-tensor-parallel-size 1"),
-        ("--num-experts 8 --moe-layer-freq ([0]*3+[1]*58)", "dense layers in a mixture are not modelled"),
+        ("--num-experts 8 --moe-layer-freq ([0]*3+[1]*58)", "model.experts.first_dense"),
         ("--num-experts 8 --moe-token-dispatcher-type allgather", "only the all-to-all is modelled"),
         ("--multi-latent-attention", "not modelled"),
         ("--num-distributed-optimizer-instances 2", "several instances"),

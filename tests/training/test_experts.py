@@ -20,6 +20,7 @@ MODEL = replace(spawn.MODEL, layers=4, experts=Experts(4, top_k=2, ffn=32, balan
 BALANCED = replace(
     MODEL, experts=Experts(8, 2, 32, 0.0, "sigmoid", bias=0.01, groups=4, top_groups=2, z_loss=1e-3, shared=16)
 )
+FIRST_DENSE = replace(MODEL, experts=replace(MODEL.experts, first_dense=1))
 TRAIN = {"steps": 4, "lr": 1e-3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 1": {"dp": 2},
@@ -85,6 +86,35 @@ def test_a_capacity_drops_the_same_tokens_in_every_layout(one_process: spawn.Fin
         assert ended.column("loss") == pytest.approx(runs[0].column("loss"), rel=1e-5)
         assert ended.column("dropped_tokens") == pytest.approx(runs[0].column("dropped_tokens"), abs=1e-9)
     assert runs[0].column("loss")[3] != pytest.approx(one_process.column("loss")[3], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def first_dense(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
+    return train(tmp_path_factory.mktemp("first_dense"), {}, FIRST_DENSE)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, "PP 2 x EP 2"))
+def test_first_dense_layers_are_equal_in_every_layout(
+    name: str, first_dense: spawn.FinishedRun, one_process: spawn.FinishedRun, tmp_path: Path
+) -> None:
+    ended = train(tmp_path / "run", LAYOUTS[name], FIRST_DENSE)
+    assert ended.column("loss") == pytest.approx(first_dense.column("loss"), rel=1e-5)
+    assert ended.column("grad_norm") == pytest.approx(first_dense.column("grad_norm"), rel=1e-4)
+    assert ended.column("loss")[0] != pytest.approx(one_process.column("loss")[0], rel=1e-6)
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+def test_a_checkpoint_with_first_dense_layers_moves_between_layouts(
+    first_dense: spawn.FinishedRun, tmp_path: Path
+) -> None:
+    train(tmp_path / "saved", LAYOUTS["EP 2"], FIRST_DENSE, steps=2, checkpoint_interval=2, lr_decay_steps=4)
+    saved = tmp_path / "saved" / "checkpoints" / "step-00000002"
+    plan = spawn.plan(model=FIRST_DENSE, **LAYOUTS["PP 2 x EP 2"])
+    ended = spawn.train(tmp_path / "run", plan, {"train": TRAIN, "checkpoint": str(saved)})
+    assert set(ended.codes) == {0}, ended.output
+    assert ended.column("loss") == pytest.approx(first_dense.column("loss")[2:], rel=1e-6)
 
 
 @pytest.fixture(scope="module")

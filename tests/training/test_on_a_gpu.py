@@ -3,6 +3,7 @@ the functions have their own tests."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import spawn
 import torch
+from megatron.core.models.gpt import gpt_layer_specs
 
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.slurm_settings import SlurmSettings
@@ -109,11 +111,11 @@ def test_attention_is_checked_first_and_weights_are_compared_last(
 def test_layers_use_torchs_fused_attention_unless_a_cpu_drops_scores(
     cuda: bool, dropout: float, fused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpt, "get_num_layers_to_build", lambda *_, **__: 1)
+    monkeypatch.setattr(gpt_layer_specs, "get_num_layers_to_build", lambda *_, **__: 1)
+    monkeypatch.setattr(gpt_layer_specs, "get_transformer_layer_offset", lambda *_, **__: 0)
     monkeypatch.setattr(gpt, "has_transformer_engine", lambda: False)
-    model = spawn.plan().model
-    config = SimpleNamespace(num_moe_experts=None, context_parallel_size=1)
-    spec = gpt.block_spec(SimpleNamespace(**{**vars(model), "dropout": dropout}), config, cuda, None)  # type: ignore[arg-type]
+    plan = spawn.plan(model=dataclasses.replace(spawn.MODEL, dropout=dropout))
+    spec = gpt.block_spec(plan.model, gpt.transformer_config(plan, torch.float32, cuda=False), cuda, None)
     attention = spec.layer_specs[0].submodules.self_attention.submodules.core_attention
     assert (attention is SdpaAttention) == fused
 

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -213,3 +213,6 @@ def test_fp8_needs_the_width_of_experts_not_that_of_a_dense_layer() -> None:
     widths = session._fp8_sizes(plan, 0)
     assert widths["width of an expert"] == 512 and widths["model.experts.shared on a rank"] == 128
     assert 4099 not in widths.values() and 4099 // 2 not in widths.values()
+    model = replace(model, ffn=4096, experts=replace(experts, first_dense=1))
+    plan = fixed_plan(model, Batch(128, 1, 1024), two_clusters(2), PlanOptions(tp=2, pp=2, dp=8), Costs())
+    assert session._fp8_sizes(plan, 0)["model.ffn on a rank"] == 2048

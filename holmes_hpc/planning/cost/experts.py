@@ -22,7 +22,9 @@ EXCHANGES = 3  # all-to-alls of a layer's forward pass: tokens, probabilities, r
 
 def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Return the parameters of experts on one rank, shaped like `layers`."""
-    return layers.astype(np.float64) * expert_parameters(layout.model, layout.parallel.ep)
+    with_experts = layers.astype(np.float64)
+    with_experts[:, 0, 0] -= layout.model.experts.first_dense
+    return with_experts * expert_parameters(layout.model, layout.parallel.ep)
 
 
 def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ recomputation. Grouped-query attention (Ainslie et al. 2023) has key and value m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holmes_hpc.config.model import Batch, ModelSpec
 
@@ -73,7 +73,16 @@ def head_parameters(m: ModelSpec, tp: int = 1, own_matrix: bool = True) -> int:
 
 def parameters(m: ModelSpec) -> int:
     """Return the parameters of the complete model. Only `vocab_multiple` pads its vocabulary."""
-    return m.layers * layer_parameters(m) + embedding_parameters(m) + head_parameters(m, own_matrix=not m.tied)
+    return int(of_layers(m, layer_parameters)) + embedding_parameters(m) + head_parameters(m, own_matrix=not m.tied)
+
+
+def of_layers(
+    m: ModelSpec, amount: Callable[[ModelSpec], float], layers: int | None = None, is_first: bool = True
+) -> float:
+    """Return the sum of `amount` over the layers of `m`, or over `layers` of a stage.
+    `amount`: of a layer, for a model with equal layers; `is_first`: the stage holds the first dense layers."""
+    dense = m.experts.first_dense if is_first else 0
+    return ((m.layers if layers is None else layers) - dense) * amount(m) + dense * amount(m.dense)
 
 
 def layer_score_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
@@ -105,7 +114,8 @@ def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> 
 def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
     """Return the FLOPs of one step of the model itself: forward once, backward twice that."""
     tokens = batch.global_size * batch.sequence_length
-    return 3 * (model.layers * layer_flops(model, tokens, batch.context) + head_flops(model, tokens, tp))
+    layers = of_layers(model, lambda m: layer_flops(m, tokens, batch.context))
+    return 3 * (layers + head_flops(model, tokens, tp))
 
 
 def hardware_flops_per_step(
@@ -120,14 +130,15 @@ def hardware_flops_per_step(
     `full` repeats the forward pass of `layers` layers (None: all), `selective` the `parts` of each layer, by default
     its attention scores (Korthikanti et al. 2022, arXiv 2205.05198)."""
     tokens = batch.global_size * batch.sequence_length
+    share = 1.0 if layers is None else layers / model.layers
     part_flops = {
-        "scores": layer_score_flops(model, tokens, batch.context),
+        "scores": model.layers * layer_score_flops(model, tokens, batch.context),
         "norms": 0.0,
-        "ffn": 2.0 * tokens * ffn_matrix(model),
+        "ffn": 2.0 * tokens * of_layers(model, ffn_matrix),
     }
     recomputed = {
         "none": 0.0,
-        "selective": model.layers * sum(part_flops[part] for part in parts),
-        "full": (model.layers if layers is None else layers) * layer_flops(model, tokens, batch.context),
+        "selective": sum(part_flops[part] for part in parts),
+        "full": share * of_layers(model, lambda m: layer_flops(m, tokens, batch.context)),
     }
     return model_flops_per_step(model, batch, tp) + recomputed[recompute]

@@ -59,7 +59,8 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             senders = tuple(a for a, b in pairwise((*group.ranks, group.ranks[0])) if place_of[a] != place_of[b])
         elif group.kind == "ep":
             passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward
-            calls = passes * layers[0, stage].sum() * layout.order.micro_batches
+            dense = layout.model.experts.first_dense if stage == 0 else 0
+            calls = passes * (layers[0, stage].sum() - dense) * layout.order.micro_batches
             peer_bytes = calls * experts.bytes_to_each_rank(layout, component, between_nodes=True)
         elif group.kind in ("intra_dp" if p.optimizer_instances > 1 else "dp", "expt_dp"):
             size = float((sparse if group.kind == "expt_dp" else count)[stage])

@@ -181,7 +181,13 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     recomputed_layers = recomputed(layout, layers) if layout.recompute == "full" else layers
     # Bytes of one pass of each chunk, (plans, S, C).
     activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
-    if (layers == layers[:, :, :1]).all():  # equal chunks: any chunk's passes may be held
+    transient = np.zeros_like(count) + backward_bytes
+    if first_dense := m.experts.first_dense:
+        gpu = layout.pool(layout.replicas[replica][0]).gpu
+        dense_bytes, dense_backward = layer_activation_bytes(replace(shape, model=m.dense), costs, gpu)
+        activations[:, 0, 0] += first_dense * (dense_bytes - held_bytes[0])
+        transient[:, 0] = np.maximum(transient[:, 0], dense_backward)
+    if not first_dense and (layers == layers[:, :, :1]).all():  # equal chunks: any chunk's passes may be held
         held = np.array([layout.order.depths[s] for s in range(p.pp)], dtype=float)
         if layout.order.schedule.splits:
             held += DEFERRED_SHARE * np.minimum(layout.order.deferred, layout.order.micro_batches)
@@ -190,7 +196,6 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
         activations = np.stack(
             [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1
         )
-    transient = np.zeros_like(count) + backward_bytes
     transfer = tokens * m.hidden / shape.norm_split * element
     activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)  # the embedding's
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)

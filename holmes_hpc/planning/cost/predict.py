@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,13 @@ import numpy as np
 from holmes_hpc.errors import rounded
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.flops import hardware_flops_per_step, head_flops, layer_flops, model_flops_per_step
+from holmes_hpc.planning.cost.flops import (
+    hardware_flops_per_step,
+    head_flops,
+    layer_flops,
+    model_flops_per_step,
+    of_layers,
+)
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
@@ -85,14 +92,16 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     A kind's FLOPs are those of its stages' layers, and of the head on the last stage. All its GPUs share them."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
-    layer, head = layer_flops(model, tokens, batch.sequence_length), head_flops(model, tokens, p.vocabulary_parts)
+    layer = partial(layer_flops, tokens=tokens, sequence=batch.sequence_length)
+    head = head_flops(model, tokens, p.vocabulary_parts)
     flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
     total = plan.parts.micro_batches(1)
     shares = p.pipeline_shares([c.ranks for c in plan.components], total)
     for component, counts in zip(plan.components, shares, strict=True):
         gpu, share = plan.site.pool(component.pool).gpu, sum(counts) / total
         for stage in component.stages:
-            flops_of[gpu] += 3 * share * (plan.stages[stage].layers * layer + head * (stage == p.pp - 1))
+            layers = of_layers(model, layer, plan.stages[stage].layers, is_first=stage == 0)
+            flops_of[gpu] += 3 * share * (layers + head * (stage == p.pp - 1))
         ranks_of[gpu] += component.ranks
     return {gpu: flops / ranks_of[gpu] / seconds / 1e12 for gpu, flops in flops_of.items()}
 

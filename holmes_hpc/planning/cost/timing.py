@@ -5,6 +5,7 @@ from functools import partial
 
 import numpy as np
 
+from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
@@ -30,6 +31,8 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     model, tp = layout.model, layout.parallel.tp
     count = layers.astype(np.float64) * layer_parameters(model, tp, layout.parallel.ep)
     count[:, 0, 0] += embedding_parameters(model, tp)
+    if dense := model.experts.first_dense:
+        count[:, 0, 0] += dense * (layer_parameters(model.dense, tp) - layer_parameters(model, tp, layout.parallel.ep))
     count[:, -1, -1] += head_parameters(model, tp, own_matrix=not (model.tied and layout.parallel.pp == 1))
     return count
 
@@ -46,7 +49,8 @@ def recomputed(layout: Layout, layers: np.ndarray) -> np.ndarray:
 class ComputeTimes:
     """The compute times of one pipeline replica.
     `layer`: seconds of a layer's (forward, backward), (2, S). `recomputed`: extra seconds of a fully recomputed
-    layer, (S,). `embedding`, `head`: (2,). `overhead`: of every pass, (S,)."""
+    layer, (S,). `embedding`, with the difference that first dense layers make, and `head`: (2,). `overhead`: of every
+    pass, (S,)."""
 
     layer: np.ndarray
     recomputed: np.ndarray
@@ -212,25 +216,29 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
     m, p, costs, stages = layout.model, layout.parallel, layout.costs, layout.replicas[replica]
     chunks, exchange_s = p.virtual_stages, experts.exchange_s(layout, replica)
 
-    def layer(recompute: str) -> np.ndarray:
+    def layer(recompute: str, model: ModelSpec = m) -> np.ndarray:
         return by_stage(
             layout,
             replica,
-            ("layer", recompute),
-            lambda c: costs.layer_s(m, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute, p.ep),
-        ).T + np.stack([exchange_s, exchange_s * (2 if recompute == "full" else 1)])
+            ("layer", recompute, model is m),
+            lambda c: costs.layer_s(model, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute, p.ep),
+        ).T + (model is m) * np.stack([exchange_s, exchange_s * (2 if recompute == "full" else 1)])
 
     seconds = layer("none" if layout.recompute == "full" else layout.recompute)
     recomputed_s = layer("full")[1] - seconds[1] if layout.recompute == "full" else np.zeros(p.pp)
     first, last = layout.pool(stages[0]), layout.pool(stages[-1])
-    embedding = layout.pool_memo.of(
-        "embedding", first.name, compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, first)
+    embedding = np.array(
+        layout.pool_memo.of(
+            "embedding", first.name, compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, first)
+        )
     )
     head = layout.pool_memo.of("head", last.name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, last))
+    if first_dense := m.experts.first_dense:  # they precede all other layers
+        embedding += first_dense * (layer(layout.recompute, m.dense) - layer(layout.recompute))[:, 0]
     return ComputeTimes(
         seconds,
         recomputed_s,
-        np.array(embedding),
+        embedding,
         np.array(head),
         by_stage(layout, replica, ("pass", chunks), lambda c: costs.pass_overhead_s(layout.pool(c), chunks)),
     )

@@ -337,6 +337,7 @@ def abbreviated(values: Iterable[object], separator: str = ", ") -> str:
 def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
     """Return an error case for each size of the model's layers that `tp` does not divide."""
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.tp_ffn}
+    sizes |= {"ffn (dense)": model.ffn} if model.experts.first_dense else {}
     return [
         (True, f"{size} {name} cannot be divided by TP {tp}", f"use a TP that divides {size}", f"model {model.name}")
         for name, size in sizes.items()

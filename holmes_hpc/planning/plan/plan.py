@@ -133,6 +133,10 @@ class Plan:
         no_sequence_parallel = self.model.experts.count and p.tps != (1,) and not p.sequence_parallel
         message, hint = "experts do not support TP without sequence parallelism", "use sequence_parallel or TP 1"
         PlanError.refuse("plan", (no_sequence_parallel, message, hint))
+        dense, first = self.model.experts.first_dense, self.stages[0]
+        message = f"chunks of {abbreviated(first.chunks)} layers, but experts.first_dense is {dense}"
+        hint = "give the first chunk all dense layers, and the stage one with experts"
+        PlanError.refuse("stages[0]", (dense > min(first.chunks[0], first.layers - 1), message, hint))
 
     def _check_per_stage(self) -> None:
         p = self.parallel

@@ -124,7 +124,7 @@ class Evaluator:
                 np.concatenate([n[a:z] for n, a, z in zip(layer_limits, starts[:-1], starts[1:], strict=True)])
             ]
         per_stage = np.min(layer_limits, axis=0)
-        return bool(per_stage.min() >= chunks and per_stage.sum() >= self.model.layers)
+        return bool(per_stage.min() >= chunks and per_stage.sum() >= self.model.layers - self.model.experts.first_dense)
 
     def _schedules(self, placement: Placement, chunks: int) -> tuple[str, ...]:
         """Return the schedules to try in order: the user's; or eager 1F1B, and Megatron-Core's if that does not fit."""

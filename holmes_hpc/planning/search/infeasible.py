@@ -65,8 +65,9 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     message = f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens"
     hint = "use a TP that divides the sequence, with plan.sequence_parallel, or TP 1"
     yield model.experts.count and lacks_sequence_parallel, message, hint, "plan.tp"
-    message = f"{counted(model.layers, 'layer')} cannot fill PP {pp}"
-    yield pp > model.layers, message, f"use at most {counted(model.layers, 'stage')}", f"model {model.name}"
+    most = model.layers - model.experts.first_dense  # each stage needs a layer with experts
+    message = f"{counted(most, 'layer')}{' with experts' * (most < model.layers)} cannot fill PP {pp}"
+    yield pp > most, message, f"use at most {counted(most, 'stage')}", f"model {model.name}"
     needed, where, hint = tp * dp * cp, "plan.cp" if cp > 1 else "plan", "use smaller sizes or more nodes"
     message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed * pp} GPUs, there are {ranks.total()}"
     yield needed * pp > ranks.total(), message, hint, where

@@ -33,10 +33,12 @@ def chunk_layers(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
 
 
 def uniform_layers(layout: Layout) -> np.ndarray:
-    """Return layers as equal as possible; the first stages get the remainder."""
-    stages = layout.parallel.pp
-    base, remainder = divmod(layout.model.layers, stages)
-    return chunk_layers([base + (s < remainder) for s in range(stages)], layout.parallel.virtual_stages)
+    """Return layers as equal as possible; the first stages get the remainder. The first one has all dense layers."""
+    layers, others = layout.model.layers, layout.parallel.pp - 1
+    first = min(layers, max(_least_of_first_stage(layout), -(-layers // (others + 1))))
+    base, remainder = divmod(layers - first, max(1, others))
+    counts = [first, *(base + (s < remainder) for s in range(others))]
+    return chunk_layers(counts, layout.parallel.virtual_stages)
 
 
 def proportional_layers(layout: Layout) -> np.ndarray:
@@ -51,7 +53,10 @@ def proportional_layers(layout: Layout) -> np.ndarray:
     busy_s = (d.compute().sum(axis=2) * layout.order.micro_batches + d.reduce.sum(axis=2))[0]
     busy_s += d.ready[0].max(axis=1) + times.gather[0]
     speed = 1 / busy_s
-    counts = [max(chunks, int(layers * s / speed.sum())) for s in speed[:-1]]
+    counts = [
+        max(least, int(layers * s / speed.sum()))
+        for least, s in zip(least_layers(layout)[:-1].tolist(), speed[:-1], strict=True)
+    ]
     return chunk_layers([*counts, layers - sum(counts)], chunks)
 
 
@@ -80,10 +85,11 @@ class LayerSplitter:
         self.layers, self.chunks, self.pp = layout.model.layers, layout.parallel.virtual_stages, layout.parallel.pp
         self.micro_batches = layout.order.micro_batches
         self.max_layers = _max_layers(layout, max_gib)
+        self.least = least_layers(layout)
         self.can_fit = bool(
-            (self.max_layers >= self.chunks).all()
+            (self.max_layers >= self.least).all()
             and self.max_layers.sum() >= self.layers
-            and self.pp * self.chunks <= self.layers
+            and self.least.sum() <= self.layers
         )
         self._layout = layout
 
@@ -98,10 +104,10 @@ class LayerSplitter:
         A stage is busy with compute and gradient traffic. Each layer goes to the stage that is then least busy, which
         minimizes the time of the busiest one. Those are the smallest times with one, two, … further layers per stage.
         """
-        counts = np.full(self.pp, self.chunks)
+        counts = self.least.copy()
         with_one, with_two = _busy_s(self._times, self.micro_batches)
         per_layer = (with_two - with_one) / self.chunks
-        fixed = with_one - per_layer * self.chunks  # embedding and head
+        fixed = with_one - per_layer * _one_and_two_layers(self._layout)[0].sum(axis=1)  # embedding and head
         unassigned = int(self.layers - counts.sum())
         next_counts = counts[:, None] + 1 + np.arange(unassigned)
         busy_s = np.where(
@@ -130,6 +136,7 @@ class LayerSplitter:
                 busy[0].tolist(),
                 (busy[1] - busy[0]).tolist(),
                 transfer[0].tolist(),
+                self.least.tolist(),
                 self.max_layers.tolist(),
                 strict=True,
             )
@@ -137,10 +144,10 @@ class LayerSplitter:
 
         def assign(limit: float) -> list[int]:
             counts, elapsed = list[int](), 0.0
-            for first_delay, layer_delay, first_busy, layer_busy, transfer_s, max_layers in stages:
+            for first_delay, layer_delay, first_busy, layer_busy, transfer_s, least, most in stages:
                 elapsed += transfer_s
-                counts.append(min(max_layers, 1 + int(max(0.0, limit - elapsed - first_busy) / layer_busy)))
-                elapsed += first_delay + layer_delay * (counts[-1] - 1)
+                counts.append(min(most, least + int(max(0.0, limit - elapsed - first_busy) / layer_busy)))
+                elapsed += first_delay + layer_delay * (counts[-1] - least)
             return counts
 
         max_s = float(self.layers * (delay.sum() + busy.sum()) + transfer.sum())
@@ -162,17 +169,35 @@ def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
 
 
 def _one_and_two_layers(layout: Layout) -> np.ndarray:
-    """Return two layer splits, (2, S, C): one layer in every chunk, and two."""
+    """Return two layer splits, (2, S, C): one layer in every chunk, and two, besides first dense layers."""
     shape = layout.parallel.pp, layout.parallel.virtual_stages
-    return np.stack([np.full(shape, 1), np.full(shape, 2)])
+    splits = np.stack([np.full(shape, 1), np.full(shape, 2)])
+    splits[:, 0, 0] += layout.model.experts.first_dense
+    return splits
+
+
+def least_layers(layout: Layout) -> np.ndarray:
+    """Return the fewest layers of each stage, (S,)."""
+    chunks = layout.parallel.virtual_stages
+    least = np.full(layout.parallel.pp, chunks)
+    least[0] = max(chunks, _least_of_first_stage(layout))
+    return least
+
+
+def _least_of_first_stage(layout: Layout) -> int:
+    """Return the fewest layers of the first stage: its first chunk holds all dense layers before those with experts,
+    and the stage has at least one with experts."""
+    first_dense = layout.model.experts.first_dense
+    return max(first_dense + 1, first_dense * layout.parallel.virtual_stages)
 
 
 def _max_layers(layout: Layout, max_gib: float | None) -> np.ndarray:
     """Return the layers that fit on each stage, (S,). Its memory grows linearly with the layers of a chunk."""
     chunks = layout.parallel.virtual_stages
-    with_one, with_two = memory(layout, _one_and_two_layers(layout)).total()
+    splits = _one_and_two_layers(layout)
+    with_one, with_two = memory(layout, splits).total()
     per_layer = (with_two - with_one) / chunks
-    available = stage_capacity(layout, max_gib) - (with_one - per_layer * chunks)
+    available = stage_capacity(layout, max_gib) - (with_one - per_layer * splits[0].sum(axis=1))
     return np.floor(np.minimum(available / per_layer, layout.model.layers + 1)).astype(int)
 
 
@@ -198,6 +223,7 @@ def _moves(layout: Layout, layers: np.ndarray, max_layers: np.ndarray) -> np.nda
     """Return the layers after each possible move of one layer to another stage, (moves, S, C)."""
     counts, chunks = layers[0].sum(axis=1), layout.parallel.virtual_stages
     sources: Sequence[int] = range(len(counts))
+    least = least_layers(layout)
     if len(counts) > MANY_STAGES:
         busy_s = _busy_s(timing(layout, layers).replicas, layout.order.micro_batches)[0]
         sources = sorted(np.argsort(-busy_s, kind="stable")[:2].tolist())
@@ -206,7 +232,7 @@ def _moves(layout: Layout, layers: np.ndarray, max_layers: np.ndarray) -> np.nda
         chunk_layers(counts - one_layer[source] + one_layer[target], chunks)
         for source in sources
         for target in range(len(counts))
-        if source != target and counts[source] > chunks and counts[target] < max_layers[target]
+        if source != target and counts[source] > least[source] and counts[target] < max_layers[target]
     ]
     return np.concatenate([np.empty((0, len(counts), chunks), layers.dtype), *moves])
 

@@ -61,7 +61,8 @@ class PoolCosts:
                 for a, link in zip(available, ethernet, strict=True)
             ]
         )
-        self.micro_batches, self.layers = batch.global_size // micro_size, model.layers
+        self.micro_batches = batch.global_size // micro_size
+        self.layers = model.layers - model.experts.first_dense  # for lower bounds, first dense layers cost nothing
         self.gpus_per_node = np.array([a.gpus_per_node for a in available])
         self.ranks = np.array([a.nodes * a.gpus_per_node for a in available])
         self.is_fixed = any(a.is_fixed for a in available)

@@ -50,6 +50,7 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if experts.balance else "none",
         "moe_aux_loss_coeff": experts.balance,
         "moe_router_dtype": "fp32",
+        "moe_layer_freq": [int(n >= experts.first_dense) for n in range(spec.layers)] if experts.first_dense else 1,
         "moe_token_dispatcher_type": "alltoall",
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,

@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
@@ -127,19 +126,20 @@ class Norm:
 
 
 def block_spec(spec: ModelSpec, config: TransformerConfig, cuda: bool, virtual: int | None) -> Any:
-    """Return the layer specification: Transformer Engine's fused modules if available, else Megatron-Core's own."""
-    if cuda and has_transformer_engine():
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
-
-        return get_gpt_layer_with_transformer_engine_spec(config.num_moe_experts, qk_layernorm=spec.qk_norm)
-    layer = get_gpt_layer_local_spec(config.num_moe_experts, normalization="RMSNorm" if spec.rmsnorm else "LayerNorm")
-    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-    if spec.qk_norm:
+    """Return the layers of a chunk: Transformer Engine's fused modules if available, else Megatron-Core's own."""
+    te = cuda and has_transformer_engine()
+    block = get_gpt_decoder_block_spec(config, te, "RMSNorm" if spec.rmsnorm else "LayerNorm", vp_stage=virtual)
+    if te:
+        return block
+    block.layer_norm = Norm
+    for layer in block.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = Norm
-    if cuda or not spec.dropout:  # with dropout on a CPU, torch's attention is slower than Megatron-Core's own
-        layer.submodules.self_attention.submodules.core_attention = SdpaAttention
-    return TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage=virtual), layer_norm=Norm)
+        if spec.qk_norm:
+            attention.q_layernorm = attention.k_layernorm = Norm
+        if cuda or not spec.dropout:  # with dropout on a CPU, torch's attention is slower than Megatron-Core's own
+            attention.core_attention = SdpaAttention
+    return block
 
 
 def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch.device) -> list[GPTModel]:

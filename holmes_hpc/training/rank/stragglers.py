@@ -2,12 +2,13 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holmes_hpc.planning.cost.flops import head_flops, layer_flops
+from holmes_hpc.planning.cost.flops import head_flops, layer_flops, of_layers
 from holmes_hpc.planning.plan.plan import Plan
 
 SLOW = 1.3  # limit of a rank's time, relative to the median of its stage
@@ -74,8 +75,9 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
     above 1 or no layers.
 
-    The head counts as its FLOPs divided by those of a layer; with emulated compute, it counts nothing. `factors`:
-    pool -> slow-down of emulated layers; None without emulated compute.
+    The head and a first dense layer count as their FLOPs divided by those of another layer; with emulated compute, the
+    head counts nothing and every layer one. `factors`: pool -> slow-down of emulated layers; None without emulated
+    compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
@@ -83,5 +85,7 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     length, pools = plan.batch.sequence_length, {p.name: p for p in plan.site.pools}
     work = [stage.layers * (factors or {}).get(stage.pool, 1.0) for stage in plan.stages]
     if factors is None:
-        work[-1] += head_flops(plan.model, length) / layer_flops(plan.model, length, length)
+        flops = partial(layer_flops, tokens=length, sequence=length)
+        work[0] = of_layers(plan.model, flops, plan.stages[0].layers) / flops(plan.model)
+        work[-1] += head_flops(plan.model, length) / flops(plan.model)
     return work, [pools[stage.pool].gpu for stage in plan.stages]

@@ -14,13 +14,14 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU
 from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.flops import layer_flops, layer_parameters, parameters
+from holmes_hpc.planning.cost.flops import layer_flops, layer_parameters, model_flops_per_step, parameters
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import layer_activation_bytes, memory
-from holmes_hpc.planning.cost.predict import layer_array, predict
+from holmes_hpc.planning.cost.predict import kind_tflops, layer_array, predict
 from holmes_hpc.planning.cost.software import Software
+from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
@@ -174,6 +175,79 @@ def test_joined_products_hold_the_first_matrices_and_their_gradients() -> None:
     assert experts.joined_bytes(model, ep=2, element=2) == 2 * 2 * 4 * 2 * 48 * model.hidden
     assert experts.joined_bytes(model, ep=8, element=2) == 0  # one expert per rank
     assert experts.joined_bytes(model, ep=2, element=4) == 0  # computed one after the other
+
+
+def test_first_dense_layers_have_the_sizes_of_a_dense_model() -> None:
+    dense = replace(MODEL, experts=replace(MODEL.experts, first_dense=2))
+    expert, router, ffn = 3 * 1024 * 512, 16 * 1024, 3 * 1024 * 4096
+    assert parameters(MODEL) - parameters(dense) == 2 * (16 * expert + router - ffn)
+    steps = [model_flops_per_step(m, BATCH) for m in (MODEL, dense)]
+    assert steps[1] - steps[0] == 3 * 2 * 2 * BATCH.tokens * (ffn - 2 * expert - router)
+    options = PlanOptions(tp=1, pp=2, dp=16, ep=16, recompute="none", schedule="1f1b")
+    with_experts, first_dense = (
+        Layout.of(fixed_plan(m, BATCH, SITE, options, Costs()), Costs()) for m in (MODEL, dense)
+    )
+    layers = layer_array(plan(16))
+    parts = [memory(layout, layers) for layout in (with_experts, first_dense)]
+    assert (parts[1].weights - parts[0].weights)[0].tolist() == [2 * 2 * (ffn - expert - router), 0]
+    shapes = [LayerShape(m, BATCH) for m in (MODEL, dense.dense)]
+    gpu = SITE.pools[0].gpu
+    held, backward = zip(*(layer_activation_bytes(shape, Costs(), gpu) for shape in shapes), strict=True)
+    assert (parts[1].activations - parts[0].activations)[0].tolist() == pytest.approx([2 * 2 * (held[1] - held[0]), 0])
+    assert (parts[1].buffers - parts[0].buffers)[0].tolist() == pytest.approx([backward[1] - backward[0], 0])
+    assert backward[1] > backward[0]  # the widest layer decides
+    calls = [
+        {group.stages[0]: amount for group, _, amount in sent_bytes(layout, layers) if group.kind == "ep"}
+        for layout in (with_experts, first_dense)
+    ]
+    assert calls[1] == {0: calls[0][0] / 2, 1: calls[0][1]}
+
+
+def test_first_dense_layers_have_the_times_of_a_dense_model() -> None:
+    dense = replace(MODEL, experts=replace(MODEL.experts, first_dense=2))
+    options = PlanOptions(tp=1, pp=2, dp=16, ep=16, recompute="full", schedule="1f1b")
+    seconds = []
+    for model in (MODEL, dense, MODEL.dense):
+        layout = Layout.of(
+            fixed_plan(model, BATCH, SITE, replace(options, ep=16 if model.experts.count else 1), Costs()), Costs()
+        )
+        seconds.append(timing(layout, layer_array(plan(16))).replicas[0])
+    of_experts, of_two, of_none = seconds
+    for name in ("forward", "backward"):
+        values = [getattr(d, name)[0, :, 0] for d in (of_experts, of_two, of_none)]
+        assert values[1][0] == pytest.approx((values[0][0] + values[2][0]) / 2)  # two of the stage's four layers
+        assert values[1][1] == pytest.approx(values[0][1]) and values[0][1] != pytest.approx(values[2][1])
+
+
+def test_the_search_keeps_first_dense_layers_in_the_first_chunk() -> None:
+    dense = replace(MODEL, ffn=64, experts=replace(MODEL.experts, first_dense=3))
+    for options in (PlanOptions(), PlanOptions(pp=4), PlanOptions(pp=4, schedule="ahead")):
+        made = best_plan(dense, BATCH, SITE, options, Costs())
+        assert made.stages[0].chunks[0] >= 3 and made.stages[0].layers > 3
+    with pytest.raises(PlanError, match=r"chunks of 3 layers, but experts.first_dense is 3"):
+        best_plan(dense, BATCH, SITE, PlanOptions(pp=2, layers_per_stage=(3, 5)), Costs())
+    with pytest.raises(PlanError, match=r"5 layers with experts cannot fill PP 6.*use at most 5 stages"):
+        best_plan(dense, BATCH, SITE, PlanOptions(pp=6), Costs())
+
+
+@pytest.mark.parametrize(
+    ("first_dense", "pp", "partition", "layers"), [(3, 4, "uniform", [4, 2, 1, 1]), (6, 2, "proportional", [7, 1])]
+)
+def test_the_first_stage_has_all_dense_layers_in_every_partition(
+    first_dense: int, pp: int, partition: str, layers: list[int]
+) -> None:
+    model = replace(MODEL, experts=replace(MODEL.experts, first_dense=first_dense))
+    options = PlanOptions(tp=1, pp=pp, dp=32 // pp, partition=partition)
+    made = fixed_plan(model, BATCH, SITE, options, Costs())
+    assert [stage.layers for stage in made.stages] == layers
+
+
+def test_first_dense_layers_count_in_the_tflops_of_a_gpu_kind() -> None:
+    dense = replace(MODEL, experts=replace(MODEL.experts, first_dense=2))
+    made = fixed_plan(dense, BATCH, SITE, PlanOptions(tp=1, pp=2, dp=16), Costs())
+    assert made.predicted is not None
+    tflops = kind_tflops(made, made.predicted.step_time_s)
+    assert list(tflops.values()) == pytest.approx([made.predicted.model_tflops_per_gpu])
 
 
 def test_experts_with_a_capacity_below_the_mean_compute_and_exchange_less() -> None:

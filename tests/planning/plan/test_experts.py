@@ -94,11 +94,23 @@ def test_experts_are_not_shared_by_replicas_in_unlike_pools() -> None:
         ({"experts": Experts(8, 2, groups=3)}, r"experts.top_groups is 1, of 3 groups of 8"),
         ({"experts": Experts(8, 4, groups=4, top_groups=1)}, r"experts.top_groups is 1, of 4 groups of 8"),
         ({"experts": Experts(8, 3, groups=4, top_groups=2)}, r"experts.top_groups is 2, of 4 groups of 8"),
+        ({"experts": Experts(2, first_dense=6)}, "experts.first_dense is 6, of 6 layers.*use at most 5"),
+        ({"experts": Experts(first_dense=1)}, "experts.first_dense is 1, of 6 layers.*use at most 0"),
     ],
 )
 def test_wrong_experts_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         replace(spawn.MODEL, **fields)
+
+
+def test_first_dense_layers_are_in_the_first_chunk_of_a_stage_with_experts() -> None:
+    model = replace(MODEL, experts=Experts(4, first_dense=1))
+    assert spawn.plan(pp=2, dp=2, model=model, layers=[[1, 2], [1, 2]]).stages[0].layers == 3
+    for layers, chunks in (([[1], [5]], "1"), ([[0, 3], [1, 2]], "0, 3")):
+        with pytest.raises(PlanError, match=f"chunks of {chunks} layers, but experts.first_dense is 1"):
+            spawn.plan(pp=2, dp=2, model=model, layers=layers)
+    with pytest.raises(PlanError, match=r"63 ffn \(dense\) cannot be divided by TP 2"):
+        spawn.plan(tp=2, model=replace(model, ffn=63), sequence_parallel=True)
 
 
 def test_experts_are_configured_by_dotted_keys() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import spawn
 
+from holmes_hpc.config.model import Experts
 from holmes_hpc.training.rank import stragglers
 
 
@@ -33,3 +36,11 @@ def test_the_work_of_a_stage_counts_layers_and_the_head() -> None:
     assert stragglers.work_of_stages(plan, factors={})[0] == [3, 2, 1]
     assert stragglers.work_of_stages(plan, factors={"roce-1": 3})[0] == [3, 6, 1]
     assert stragglers.work_of_stages(spawn.plan(pp=2, dp=2), factors=None) == ([], [])
+
+
+def test_a_first_dense_layer_counts_as_its_share_of_a_layer_with_experts() -> None:
+    model = replace(spawn.MODEL, experts=Experts(4, top_k=2, first_dense=1))
+    plan = spawn.plan(pp=3, layers=[[3], [2], [1]], model=model)
+    work = stragglers.work_of_stages(plan, factors=None)[0]
+    assert 2.3 < work[0] < 2.9 and work[1] == 2  # the dense layer has one feed-forward part, others two
+    assert stragglers.work_of_stages(plan, factors={})[0] == [3, 2, 1]
