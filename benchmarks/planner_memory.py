@@ -20,7 +20,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.model import Batch, Experts, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
@@ -84,6 +84,14 @@ CASES = {
     ),
     "gqa": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"kv_heads": 2}),
     "dropout": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"dropout": 0.1}),
+    "experts": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 1}, model={"layers": 6, "experts": Experts(8, 2, ffn=512)}),
+    "experts, ep2": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 2}, model={"layers": 6, "experts": Experts(8, 2, ffn=512)}),
+    "wide experts": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 1}, model={"layers": 4, "experts": Experts(4)}),
+    "wide experts, ep2": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 2}, model={"layers": 4, "experts": Experts(4)}),
+    "first layers dense": Case(
+        {"tp": 1, "pp": 2, "dp": 2, "ep": 2, "layers_per_stage": [5, 3]},
+        model={"layers": 8, "experts": Experts(8, 2, ffn=512, first_dense=2)},
+    ),
     "long": Case(  # a quarter of an hour
         {"tp": 1, "pp": 1, "dp": 1, "cp": 4},
         model={"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 2, "ffn": 256, "vocab": 256, "max_positions": 131072},
