@@ -182,7 +182,11 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
     that the user set take precedence. Raise ConfigError if `overrides` name a model."""
     user_keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if "model" in user_keys:
-        raise ConfigError("they describe a model too", where="--megatron-args", hint="leave out the other model")
+        raise ConfigError(
+            "these arguments describe a model, and so does another option",
+            where="--megatron-args",
+            hint="leave out the other model",
+        )
     arguments = read_arguments(source, user_keys)
     console.note(*arguments.description())
     keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]

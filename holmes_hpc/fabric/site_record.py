@@ -33,7 +33,9 @@ def read_record(path: str) -> dict[str, Any]:
         return {}
     data = read_yaml(path, SiteError, "give another file with -o")
     if not isinstance(data.get("found"), Mapping):
-        raise SiteError("not written by `holmes site`: it has no `found`", where=path, hint="give another file with -o")
+        raise SiteError(
+            "`holmes site` did not write this file: it has no key `found`", where=path, hint="give another file with -o"
+        )
     return data
 
 

@@ -247,11 +247,12 @@ def _text_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
 
 
 def labels(cells: pd.DataFrame) -> list[str]:
-    """Return a distinct text for each of `cells`: its run, if it has only one, and the NAMING columns that differ."""
+    """Return a distinct text for each of `cells`: the run of a cell with one run, and NAMING columns that differ."""
     differing = [name for name in NAMING if cells[name].nunique(dropna=False) > 1]
-    run_names, names = [str(c["names"]) for _, c in entries(cells)], []
-    for (_, c), runs in zip(entries(cells), run_names, strict=True):
+    runs_of_cells, texts = [str(c["names"]) for _, c in entries(cells)], []
+    for (_, c), runs in zip(entries(cells), runs_of_cells, strict=True):
         single_run = [runs] if c["repeats"] == 1 else []
-        names.append(", ".join(filter(None, [*single_run, _text_of(c, differing)])) or runs)
-    unique = {name for name in names if names.count(name) == 1}
-    return [name if name in unique else f"{name} ({runs})" for name, runs in zip(names, run_names, strict=True)]
+        texts.append(", ".join(filter(None, [*single_run, _text_of(c, differing)])) or runs)
+    return [
+        text if texts.count(text) == 1 else f"{text} ({runs})" for text, runs in zip(texts, runs_of_cells, strict=True)
+    ]

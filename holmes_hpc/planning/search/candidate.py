@@ -141,7 +141,8 @@ class Evaluator:
     def _layout(self, placement: Placement, ep: int) -> Layout:
         o, is_hierarchical = self.options, placement.strategy == "hierarchical-dp"
         first_stages = accumulate((0 if is_hierarchical else b.stages for b in placement.blocks), initial=0)
-        divides = (batch := self._batch(placement.micro_size)).sequence_length % placement.tp == 0
+        batch = self._batch(placement.micro_size)
+        divides = batch.sequence_length % placement.tp == 0
         problem = f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}"
         PlanError.refuse("plan", (o.sequence_parallel and not divides, problem, "remove plan.sequence_parallel"))
         parallel = Parallel.uniform(

@@ -118,10 +118,10 @@ def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dty
 
 def _torch_fuses(m: ModelSpec, sequence: int, tp: int, device: torch.device, dtype: torch.dtype, masked: bool) -> bool:
     """Return whether torch has a fused kernel for a rank's heads. `m`: the model; `sequence`: tokens of a sequence."""
-    heads = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
-    keys = heads[:, : max(1, m.kv_heads // tp)]
+    queries = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
+    keys = queries[:, : max(1, m.kv_heads // tp)]
     mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device) if masked else None
-    parameters = torch.backends.cuda.SDPAParams(heads, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
+    parameters = torch.backends.cuda.SDPAParams(queries, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
     return any(
         can_use(parameters)
         for can_use in (
