@@ -197,6 +197,7 @@ def test_without_a_plan_for_the_others_all_wait_for_the_requeued_job(changes: di
     assert planned(made.decide(NOW + ARRIVAL_S))[0] == BOTH
 
 
+@pytest.mark.integration
 def test_a_job_that_is_requeued_after_the_end_of_the_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("HOLMES_MEMBER", "1"), (LEADER, "7"), ("SLURMD_NODENAME", "roce1")):
         monkeypatch.setenv(name, value)
