@@ -1,4 +1,4 @@
-"""The start of the `holmes` command. While its modules are imported, Ctrl-C ends it without a traceback."""
+"""The entry point of the `holmes` command. Ctrl-C ends the command without a traceback even during its imports."""
 
 import signal
 

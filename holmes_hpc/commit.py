@@ -10,14 +10,14 @@ BUILT_FROM = PACKAGE / "COMMIT"  # hatch_build.py writes it into wheels and sour
 
 @functools.cache
 def git_commit() -> str | None:
-    """Return the commit of this package's checkout, with + if files differ, or of its wheel; None if unknown."""
+    """Return the commit from which this package's wheel was built, or the commit of its checkout; None if unknown."""
     if BUILT_FROM.is_file():
         return BUILT_FROM.read_text(encoding="utf-8").strip() or None
     return checkout_commit(PACKAGE.parent)
 
 
 def checkout_commit(root: Path) -> str | None:
-    """Return the commit of the checkout with top folder `root`; None if `root` is no such folder."""
+    """Return the commit of the checkout at `root`, with + if tracked files differ; None if `root` is not its top."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(

@@ -1,7 +1,7 @@
 """Output of the command line: tables, messages on stderr, JSON on stdout; plain text unless on a terminal.
 
-Tables are as wide as the terminal, $COLUMNS or 100 columns. Logs, records and names are untrusted: their control
-characters are printed escaped."""
+Tables are as wide as $COLUMNS; otherwise as the terminal, or 100 columns without one. Logs, records and names are
+untrusted, so their control characters are printed escaped."""
 
 import codecs
 import contextlib
@@ -44,7 +44,7 @@ class _Console(Console):
 
 
 def substitute_unencodable() -> None:
-    """Replace characters that stdout or stderr cannot encode by similar ASCII ones, without an error."""
+    """Make stdout and stderr replace unencodable characters by similar ASCII ones, instead of raising an error."""
     codecs.register_error("plain", _substitute)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -123,7 +123,8 @@ def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
 
 
 def _min_width(column: Sequence[str]) -> int:
-    """Return a column's least width: its name may fold between words, its cells if they exceed MIN_PROSE_WIDTH."""
+    """Return the minimum width of a column, without breaking words. Its name may fold between words; its cells may fold
+    only if they are longer than MIN_PROSE_WIDTH."""
     name, *cells = column
     longest = max(map(cell_len, cells), default=0)
     return max(_longest_word(name), min(longest, max(MIN_PROSE_WIDTH, *map(_longest_word, cells), 0)))
@@ -134,9 +135,9 @@ def _longest_word(cell: str) -> int:
 
 
 def _column_widths(rows: Sequence[Sequence[str]], max_width: int) -> list[int | None]:
-    """Return a width for each column that breaks no word, folding the widest columns first.
+    """Return a width for each column, such that no word breaks. The widest columns fold first.
 
-    If the columns fit without folding, or cannot fit at all, return None for each: rich then chooses the widths."""
+    If the columns fit without folding, or cannot fit at all, return None for each, so that rich chooses the widths."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(cell_len, (line for cell in column for line in cell.split("\n")))) for column in columns]
     minimums = ([_min_width(column) for column in columns], [max(map(_longest_word, column)) for column in columns])
@@ -215,8 +216,8 @@ def waiting(activity: str, after_s: float = 5.0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def steps(first: str, after_s: float = 8.0) -> Iterator[Callable[[str], None]]:
-    """Yield a function that prints each step of longer work to stderr. A step of more than `after_s` seconds is printed
-    again, with its seconds. `first`: the step before the first call."""
+    """Yield a function that prints each step of longer work to stderr when the step begins. A longer step is printed
+    again every `after_s` seconds, with its elapsed time. `first`: the step that runs before the first call."""
     done, lock = threading.Event(), threading.Lock()
     state = [(first, time.monotonic(), time.monotonic())]  # (the step, its start, its last report)
 
@@ -295,7 +296,7 @@ def seconds(value: float) -> str:
 
 
 def data_size(count: float | None) -> str:
-    """Format bytes, 1.5 GB for 1.5e9 bytes; a dash if the number is unknown."""
+    """Format a number of bytes, as in 1.50 GB for 1.5e9; a dash if the number is unknown."""
     if count is None or not math.isfinite(count):
         return NONE
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

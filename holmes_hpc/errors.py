@@ -31,7 +31,7 @@ class HolmesError(Exception):
 
     @classmethod
     def refuse_unknown(cls, what: str, names: Iterable[Any], choices: Collection[str], where: str) -> None:
-        """Raise this error for the first of `names` that is no choice. `what`: the text before it, such as no pool."""
+        """Raise this error for the first of `names` that is not in `choices`. `what`: the text before the name."""
         for name in names:
             if name not in choices:
                 raise cls(f"{what} {name!r}", where=where, hint=nearest(str(name), choices))
@@ -41,8 +41,8 @@ class HolmesError(Exception):
     def instead_of(
         cls, *errors: type[BaseException], where: object, hint: str | None = None, what: str = ":"
     ) -> Iterator[None]:
-        """Raise this error in place of one of `errors` in the block. `what`: the text; if it ends in a colon, the
-        cause's text follows. `hint`: None takes the hint of the cause, which then is a HolmesError."""
+        """Raise this error in place of any of `errors` that the block raises. `what`: the text of this error; if it
+        ends in a colon, the text of the original error follows. `hint`: None keeps the hint of the original error."""
         try:
             yield
         except errors as e:
@@ -51,7 +51,7 @@ class HolmesError(Exception):
             raise cls(text, where=str(where), hint=getattr(e, "hint", "") if hint is None else hint) from e
 
     def moved(self, place: Callable[[str], str]) -> "HolmesError":
-        """Return this error and its `others` at another place. `place`: the present `where` -> the new one."""
+        """Return a copy of this error and its `others` with a new `where`. `place`: the old `where` -> the new one."""
         error = type(self)(self.what, where=place(self.where), hint=self.hint)
         error.others = tuple(other.moved(place) for other in self.others)
         return error
@@ -59,7 +59,7 @@ class HolmesError(Exception):
 
 @contextlib.contextmanager
 def collected(errors: list[HolmesError]) -> Iterator[None]:
-    """Add a HolmesError that the block raises to `errors`, with its `others`."""
+    """Catch a HolmesError that the block raises, and add it and its `others` to `errors`."""
     try:
         yield
     except HolmesError as e:
@@ -127,7 +127,7 @@ def did_you_mean(names: Sequence[str]) -> str:
 
 
 def is_typo(word: str, name: str) -> bool:
-    """Return whether one letter dropped, added, replaced or swapped with the next makes `word` from `name`."""
+    """Return whether `word` is `name` with one letter dropped, added, replaced, or swapped with the next letter."""
     i = next((i for i, (a, b) in enumerate(zip(word, name, strict=False)) if a != b), min(len(word), len(name)))
     tails = ((1, 1), (0, 1), (1, 0))  # letters to skip (in word, in name): one is replaced, dropped or added
     is_swapped = word[i : i + 2] == name[i : i + 2][::-1] and word[i + 2 :] == name[i + 2 :]

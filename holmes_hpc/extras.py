@@ -18,7 +18,7 @@ def need(module: str) -> None:
 def missing(error: ModuleNotFoundError) -> ConfigError:
     """Return an error with the pip command that installs the missing package.
 
-    If the missing module is part of holmes_hpc, raise `error` instead, which is then a bug."""
+    If the missing module is part of holmes_hpc, raise `error` instead, because that is a bug."""
     module = (error.name or "").partition(".")[0]
     if not module or module == "holmes_hpc":
         raise error

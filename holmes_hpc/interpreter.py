@@ -1,7 +1,7 @@
-"""The start of Python: arguments that run a module without code from the working directory; a check of that directory.
+"""Arguments of Python that run a module without code from the working directory, and a check of that directory.
 
-`python -m MODULE` searches the working directory first. In another user's folder, that user's `submitit.py` would run.
-"""
+`python -m MODULE` searches the working directory first. In another user's folder, it would run that user's
+`submitit.py`, for example."""
 
 import os
 import sys
@@ -19,7 +19,7 @@ START = (
 def module_arguments(module: str, *, any_version: bool = False) -> list[str]:
     """Return the arguments of `python` that run `module` as a program.
 
-    `any_version`: the Python that runs it may have another version than this one. Also remove the empty parts of
+    `any_version`: whether `python` may have another version than this Python. Also remove the empty parts of
     PYTHONPATH, which mean the working directory, from the environment of this process and its children."""
     if python_path := os.environ.get("PYTHONPATH"):
         os.environ["PYTHONPATH"] = os.pathsep.join(part for part in python_path.split(os.pathsep) if part)

@@ -9,7 +9,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def end_with(parent: int) -> None:
-    """Let the kernel kill this process when its parent ends, however the parent ends. Linux only."""
+    """Let the kernel kill this process when its parent, the process `parent`, ends for any reason. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # the parent ended before prctl

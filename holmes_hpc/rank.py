@@ -29,10 +29,10 @@ def _preload(config: dict[str, Any]) -> None:
 
 @preload_with(_preload)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
-    """Train, or calibrate with `train.measure`, as one rank of `config["plan_file"]`.
+    """Run this process as one rank of `config["plan_file"]`: train, or calibrate if `train.measure` is set.
 
-    Return the last step's metrics, or the calibration, on rank 0. The rank records into `config["run_dir"]`. `config`
-    is plain data, because another version of this package may read its pickle."""
+    On rank 0, return the metrics of the last step, or the calibration. The rank writes its records to
+    `config["run_dir"]`. `config` is plain data, because another version of this package may read its pickle."""
     careful_umask()
     run = RunDirectory(config["run_dir"])
     with _record_failure(run):
@@ -75,9 +75,9 @@ def _load_task(settings: Configuration) -> Callable[[Configuration, Sequence[str
 
 @contextlib.contextmanager
 def _record_failure(run: RunDirectory) -> Iterator[None]:
-    """Write an exit record if the block fails without one.
+    """Write an exit record if the block fails and the rank has not written one itself.
 
-    An example is a missing package, which fails before the rank can record it (training/rank/failure.py)."""
+    A missing package, for example, is an error before training/rank/failure.py can record it."""
     started = time.time()
     try:
         yield

@@ -78,7 +78,7 @@ def _keys(cls: Any) -> dict[str, Key]:
 
 
 def check(instance: Any, where: str, error: type[HolmesError] = ConfigError, dotted: bool = False) -> None:
-    """Raise `error` if the value of a field of `instance` has another type or range than declared.
+    """Raise `error` if a field of `instance` has a value outside its declared type or range.
 
     Call it in ``__post_init__``. It converts lists to tuples where tuples are declared. `dotted`: `where` is a
     configuration group, and errors name its keys in full (``train.steps``)."""
@@ -102,9 +102,9 @@ def _wrong_values(
 
 
 class Checked:
-    """A base class for dataclasses that check themselves when they are created: by :func:`check`, then for their
-    `_mistakes`. The class keywords `where`, `error` and `dotted` are arguments of :func:`check`. In `where`,
-    ``{0.name}`` stands for the instance's name."""
+    """A base class for dataclasses that check their values when they are created. First, :func:`check` checks each
+    value. Then `_mistakes` checks their combinations. The class keywords `where`, `error` and `dotted` are arguments of
+    :func:`check`. In `where`, ``{0.name}`` stands for the instance's name."""
 
     _check: tuple[str, type[HolmesError], bool]
 
@@ -115,7 +115,7 @@ class Checked:
         template, error, dotted = self._check
         where = template.format(self)
         check(self, where, error, dotted)
-        for case in self._mistakes():  # in turn: later ones may rely on the absence of earlier ones
+        for case in self._mistakes():  # one at a time: a later case may rely on the absence of an earlier one
             error.refuse("" if dotted else where, case)
 
     def _mistakes(self) -> Iterable[Case]:
@@ -126,8 +126,8 @@ class Checked:
 def _unknown(name: str, value: Any, declared: Mapping[str, Key], where: str, error: type[HolmesError]) -> HolmesError:
     """Return the error for the unknown key `name`.
 
-    For a rate in GB/s, such as rdma_GBps, the hint is the correct key with the rate in Gb/s: the correct key with the
-    old number would mean an eighth of the rate."""
+    If the key is a rate in GB/s, such as rdma_GBps, the hint has the correct key and the rate converted to Gb/s. The
+    correct key with the unconverted number would mean an eighth of the rate."""
     intended = declared.get(name.lower()) if name.endswith("GBps") else None
     if intended is not None and intended.spec.unit == "Gb/s" and isinstance(value, int | float):
         message = f"unknown key {name!r}: rates are in Gb/s, 8 for each GB/s"
@@ -186,8 +186,8 @@ def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> 
 
 
 def allowed(declared: Key, value: Any = None) -> str:
-    """Return the allowed values of a key as text, for a hint. `value`: the refused one; the nearest allowed text is
-    suggested."""
+    """Return the allowed values of a key as text, for a hint. `value`: the rejected value. The hint suggests the most
+    similar allowed text."""
     if choices := declared.spec.one_of:
         matches = difflib.get_close_matches(value, choices, 1, 0.75) if isinstance(value, str) else []
         text = f"use {', '.join(choices)}" + "".join(f" (did you mean {str(match)!r}?)" for match in matches)
@@ -254,7 +254,7 @@ def _classes(cls: Any, name: str) -> tuple[tuple[type, ...], bool, bool]:
 
 @cache
 def _bounded(cls: Any, name: str) -> Any:
-    """Return the type of a key for msgspec: with the key's range at every number, and dataclasses unchecked."""
+    """Return the type of a key for msgspec. Each number in it has the key's range; dataclasses are not checked."""
     declared = keys(cls)[name]
     bounds = declared.spec.bounds()
 
@@ -287,7 +287,7 @@ def _plain(annotation: Any) -> Any:
 
 
 def _all_members(annotation: Any) -> list[Any]:
-    """Return the members of a union, or the single type, with null's type."""
+    """Return the members of a union, or the single type, including the type of None."""
     bare = _plain(annotation)
     members = get_args(bare) if get_origin(bare) in (Union, types.UnionType) else (bare,)
     return [_plain(member) for member in members]

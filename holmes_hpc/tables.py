@@ -7,6 +7,6 @@ import yaml
 
 
 def read_table(module_file: str) -> Any:
-    """Return the content of the YAML file beside a module, which calls this with its `__file__`."""
+    """Return the content of the YAML file beside a module. `module_file`: the `__file__` of that module."""
     text = Path(module_file).with_suffix(".yaml").read_text(encoding="utf-8")
     return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506 (a safe loader)

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 
 def attempts(timeout_s: float, pause_s: float, longest_pause_s: float = 0) -> Iterator[float]:
-    """Before each attempt, yield the seconds left of `timeout_s`; pause after it. End when the next pause would exceed
-    `timeout_s`. There is at least one attempt. Pauses double up to `longest_pause_s`, if longer than `pause_s`."""
+    """Yield the remaining seconds of `timeout_s` before each attempt, and pause after it. Stop if the next pause would
+    exceed `timeout_s`. There is at least one attempt. Pauses start at `pause_s` and double up to `longest_pause_s`."""
     end = time.monotonic() + timeout_s
     while True:
         yield end - time.monotonic()
@@ -17,5 +17,5 @@ def attempts(timeout_s: float, pause_s: float, longest_pause_s: float = 0) -> It
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, pause_s: float) -> bool:
-    """Wait until the condition holds, at most `timeout_s`; return whether it does."""
+    """Wait until the condition holds, for at most `timeout_s` seconds. Return whether it holds."""
     return any(condition() for _ in attempts(timeout_s, pause_s))

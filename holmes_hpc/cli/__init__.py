@@ -33,17 +33,18 @@ MODULES = {
 
 
 def load(command: str = "") -> typer.Typer:
-    """Return the application that has `command`; one with all commands if `command` is empty, an option or unknown."""
+    """Return the Typer application after importing the module of `command`.
+    If `command` is empty, an option or unknown, import the modules of all commands."""
     for name in [module for module, commands in MODULES.items() if command in commands] or MODULES:
         importlib.import_module(f"holmes_hpc.cli.{name}")
     return app
 
 
-UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # of click, which newer typers include
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]  # click's class; newer versions of typer bundle click
 
 
 def main() -> None:
-    """Run the command line. Each HolmesError becomes one line on stderr and its exit code."""
+    """Run the command line. Print a HolmesError as one line on stderr, and exit with the error's exit code."""
     gc.set_threshold(50_000)  # the default looks for cycles 70 times as often, which takes 6% of a short command
     console.substitute_unencodable()
     careful_umask()
@@ -82,8 +83,8 @@ def main() -> None:
 
 
 def _usage_message(error: Any) -> str:
-    """Return what is wrong with the arguments of a command, and what to do. `error`: click's UsageError.
-    For an unknown option of a command with keys, the message shows the key as KEY=VALUE, or a similar option."""
+    """Return the message for wrong arguments of a command, with a hint. `error`: click's UsageError.
+    If the command accepts overrides, the hint for an unknown option is a similar option, or a key as KEY=VALUE."""
     message, context = " ".join(str(error.format_message()).split()).rstrip("."), error.ctx
     command = context.command_path if context else "holmes"
     if type(error).__name__ == "NoSuchOption" and any(p.name == "overrides" for p in context.command.params):

@@ -1,4 +1,4 @@
-"""The application that all commands belong to, and the options that many of them share."""
+"""The Typer application that all commands belong to, and the options that many commands share."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def command_with_keys(*groups: str) -> type[TyperCommand]:
 def with_options(
     *names: str, more: Mapping[str, Flag] = MappingProxyType({})
 ) -> Callable[[Callable[..., T]], Callable[..., T]]:
-    """Return a decorator that adds the options `names` of config/flags.py to a command, and `more`; without names, all.
-    The command gets them as its parameter `flags`: {name: value} of the options on the command line."""
+    """Return a decorator that adds options to a command: those in `names` from config/flags.py (all if `names` is
+    empty), and those in `more`. The command's parameter `flags` gets {name: value} of the options that the user set."""
 
     def decorate(function: Callable[..., T]) -> Callable[..., T]:
         chosen = {**{name: FLAGS[name] for name in names or FLAGS}, **more}
@@ -73,7 +73,7 @@ def with_options(
 
 
 def _annotation(flag: Flag) -> Any:
-    """Return the annotation, type and typer.Option, of the command's parameter for `flag`."""
+    """Return the annotation of the command's parameter for `flag`: its type and a typer.Option."""
     names = f"{flag.name}/--no-{flag.name.strip('-')}" if flag.is_switch else flag.name
     if flag.is_switch or flag.type in (int, float, str):
         return Annotated[flag.type | None, typer.Option(names, help=flag.help, show_default=False)]
@@ -115,8 +115,9 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Run directory, its name
 def requested_steps(
     config: Configuration, overrides: Sequence[str], flags: Mapping[str, Any], tokens: str | None, batch: Batch
 ) -> int | None:
-    """Return the number of steps that the user asked for with --tokens, --steps or train.steps; None without them.
-    `tokens`: a number, which may end with K, M, B or T. Raise ConfigError if it is no number, or if --steps is set."""
+    """Return the number of steps that the user set by --tokens, --steps or train.steps; None if none of them is given.
+    `tokens`: the value of --tokens, a number that may end with K, M, B or T. Raise ConfigError if it is not a number
+    above 0, or if --steps is given too."""
     if tokens is None:
         return config.train.steps if any(o.startswith("train.steps=") for o in overrides) else None
     if "--steps" in flags:
@@ -132,14 +133,14 @@ def requested_steps(
 
 
 def show_plan(plan: Plan, costs: Costs, steps: int | None, explain: bool) -> None:
-    """Print the summary of a plan; with `explain`, all details. `steps`: of the training, if known."""
+    """Print the summary of a plan; with `explain`, all details. `steps`: number of training steps, if known."""
     from holmes_hpc.planning import plan_text
 
     console.text(*(plan_text.explain if explain else plan_text.summary)(plan, costs, steps, console.width()))
 
 
 def check_output(file: str | None) -> None:
-    """Raise ConfigError if `file` cannot be written. Called before any work is done."""
+    """Raise ConfigError if the output file `file` cannot be written. Commands call this before they do any work."""
     path = Path(file or os.devnull).absolute()
     is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
     reasons = {"it is a directory": path.is_dir(), "its directory does not exist": not path.parent.is_dir()}
@@ -153,8 +154,8 @@ def is_file_argument(argument: str) -> bool:
 
 
 def load_site(config: Configuration) -> Site:
-    """Return the site of a configuration. Note on stderr what a site file assumes, how Slurm has changed since it was
-    written, and a long wait for Slurm. SiteError if a file of `holmes site` contradicts Slurm."""
+    """Return the site of a configuration. If it comes from a site file, print on stderr the file's assumptions and how
+    Slurm has changed since the file was written. Raise SiteError if the site file contradicts Slurm."""
     from holmes_hpc.fabric.site_file_check import changes_since_written
     from holmes_hpc.planning.request import site
 
@@ -167,7 +168,8 @@ def load_site(config: Configuration) -> Site:
 
 
 def note_partition_limits(plan: Plan, config: Configuration) -> None:
-    """Note on stderr each partition of `plan` that allows less time than the job's limit, if Slurm shows the site."""
+    """Warn on stderr about each partition of `plan` whose time limit is below the job's.
+    Do nothing if the site comes from a site file, or with the local launcher."""
     from holmes_hpc.slurm.scontrol import read_partitions
     from holmes_hpc.submission.time_limit import partition_warnings
 

@@ -18,8 +18,8 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.lifecycle.status import Status, run_statuses
 from holmes_hpc.submission.sweeps.sweep_table import live_display
 
-SCAN_SHARE = 0.1  # the share of time that looking for new runs may take
-# column -> the terminal's least width for it
+SCAN_SHARE = 0.1  # largest share of the time that may be spent looking for new runs
+# column -> width that the terminal needs to show the column
 COLUMNS = {"run": 0, "last change": 100, "job": 80, "state": 0, "step": 0, "loss": 0, "step time": 0, "attempt": 100}
 
 
@@ -34,8 +34,8 @@ def cells(status: Status) -> list[str]:
 
 
 def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int = 0) -> Table:
-    """Return the table for a terminal of `width` columns and `height` lines: active runs first, then the others in
-    their order. `hidden`: number of runs that `statuses` leaves out."""
+    """Return the table for a terminal of `width` columns and `height` lines. Active runs come first; otherwise the
+    order of `statuses` is kept. `hidden`: number of runs that `statuses` leaves out."""
     rows = sorted(statuses, key=lambda status: status.ended)[: max(1, height - 4)]
     counts = ", ".join(f"{count} {state}" for state, count in Counter(s.state for s in statuses).most_common())
     hidden += len(statuses) - len(rows)
@@ -48,8 +48,8 @@ def live_table(statuses: Sequence[Status], width: int, height: int, hidden: int 
 
 
 def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
-    """Show the runs that `find_runs` returns, with the number of those left out, until q or Ctrl-C is pressed.
-    Raise ConfigError without a terminal."""
+    """Show a live table of runs until q or Ctrl-C is pressed. `find_runs`: returns the runs to show, and the number of
+    runs that it leaves out. Raise ConfigError if stdin or stdout is not a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError("there is no terminal", where="--watch", hint="leave it out, or use --json")
     ended: dict[tuple[str, float], Status] = {}
@@ -74,7 +74,7 @@ def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
 
 @contextlib.contextmanager
 def _pressed_key() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits up to some seconds for a key and returns it, "" without one."""
+    """Yield a function that waits at most the given seconds for a key press. It returns the key; "" if none came."""
     settings = termios.tcgetattr(sys.stdin)
 
     def wait(seconds: float) -> str:

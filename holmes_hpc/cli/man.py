@@ -1,7 +1,7 @@
 """The manual page holmes(1), generated from the help of the commands and of the configuration keys.
 
-``python -m holmes_hpc.cli.man`` writes docs/holmes.1, and a test compares it. Wheels install it as
-share/man/man1/holmes.1.
+``python -m holmes_hpc.cli.man`` writes docs/holmes.1. A test checks that this file is up to date. Wheels install the
+file as share/man/man1/holmes.1.
 """
 
 import re

@@ -166,8 +166,8 @@ def calibrate(
 
 
 def _show_pool(pool: MeasuredPool, title: str) -> None:
-    """Print a table of a pool's measurements. Note on stderr links faster than the site's rate, except inside nodes
-    without GPUs, where the site states no rate."""
+    """Print a table of a pool's measurements. Warn on stderr about links that are faster than the rate that the site
+    states. Links inside nodes without GPUs are not checked, because the site states no rate for them."""
     rows = []
     for p in pool.parts:
         name = f"{p.part}, {p.tokens // p.sequence} x {p.sequence} tokens"
@@ -185,7 +185,7 @@ def _show_pool(pool: MeasuredPool, title: str) -> None:
 
 
 def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> None:
-    """Print the measured step time beside the predicted one, and a note if they differ much.
+    """Print the measured and the predicted step time, and a note if the two differ much.
     `unattributed_s`: seconds of the predicted step that no measured layer or link explains."""
     unattributed = f"of which {unattributed_s * 1e3:.4g} ms belong to no measured part"
     predicted = f"predicted from this calibration: {predicted_s:.4g} s, {unattributed}"
@@ -197,7 +197,7 @@ def _compare(measured_s: float, predicted_s: float, unattributed_s: float) -> No
 
 def _learned_corrections(config: Configuration, runs: str) -> Corrections:
     """Return the corrections learned from the runs below the directory `runs`.
-    Note on stderr which runs could not be used, and which costs cannot be learned from the others."""
+    Note on stderr how many runs could not be used, and which costs cannot be learned from the usable runs."""
     with console.waiting("learning from runs"):
         learned, unusable = request.learn_from_runs(config, runs)
     if unusable:

@@ -42,7 +42,7 @@ from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.schema import Key, keys
 
-_FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # recipes, predicted alike
+_FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # all recipes are predicted alike
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class _SoftwareFlag(Flag):
         return keys(Software)[self.key]
 
     def value(self, text: str) -> Any:
-        """Return the value that `text` gives an option: a tuple for a list of names (scores,ffn), yes or no for an FP8
-        recipe, else as for any option."""
+        """Parse the text of an option. A list of names (scores,ffn) becomes a tuple, and the name of an FP8 recipe
+        becomes a bool. Other texts are parsed by :meth:`Flag.value`."""
         if self.type is tuple:
             return tuple(text.split(","))
         return super().value(_FP8.get(text, text) if self.key == "fp8" else text)
@@ -132,17 +132,18 @@ def predict(
 
 @dataclass(frozen=True)
 class _Software:
-    """The training software and GPUs of a prediction, by the options of `holmes predict`.
-    `facts`: fields of Software. A missing field, or None, means the site's value, or else the default.
-    `is_megatron`: the data-parallel size and the buckets are those of Megatron-LM, unless they are set."""
+    """The training software and GPUs of a prediction, as set by the options of `holmes predict`.
+    `facts`: fields of Software; a missing field takes the site's value if there is one, otherwise the default;
+    `gpu`: GPU kind of every pool; None: the site's kinds; `is_megatron`: whether DP fills all GPUs and buckets have
+    Megatron-LM's default size, unless the user sets them."""
 
     facts: Mapping[str, Any]
     gpu: str | None
     is_megatron: bool = False
 
     def applied_to(self, site: Site, pools: Collection[str] = ()) -> Site:
-        """Return `site` with the GPU kind and the software of these options.
-        ConfigError if they contradict the GPUs of `pools` (of all pools without any)."""
+        """Return `site` with the GPU kind and the software of these options. Raise ConfigError if a GPU kind in `pools`
+        (in all pools if empty) cannot run the attention of these options."""
         site = request.with_gpu(site, self.gpu) if self.gpu else site
         attention, gpus = self.facts.get("attention"), {p.gpu for p in site.pools if not pools or p.name in pools}
         without_flash = ", ".join(sorted(gpu.name for gpu in gpus if not gpu.has_bf16))
@@ -159,7 +160,7 @@ class _Software:
 
     def costs(self, config: Configuration, sequence_parallel: bool, recompute: str, plan: Plan | None = None) -> Costs:
         """Return the costs of compute and communication with this software.
-        Raise ConfigError for an option without an effect on a layout with `sequence_parallel` and `recompute`."""
+        Raise ConfigError for an option that has no effect with this `sequence_parallel`, `recompute` or `config`."""
         fields = {k: v for k, v in self.facts.items() if k not in ("attention", "fused_norm")}
         for name, needed in (("parts", "selective"), ("layers", "full")):
             problem, is_useless = f"it has no effect, because recomputation is {recompute}", recompute != needed
@@ -172,14 +173,14 @@ class _Software:
         ConfigError.refuse(
             "--aligned-gather", (needs_overlap, "it requires --overlap-param-gather yes", "leave one of them out")
         )
-        if fields.get("sharding") in ("none", "optimizer"):  # the plan itself contains these
+        if fields.get("sharding") in ("none", "optimizer"):  # the plan expresses these two
             del fields["sharding"]
         return request.costs(config, plan, fields)
 
 
 def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) -> tuple[_Software, list[str]]:
-    """Return (software settings, overrides) that stand for Megatron-LM's arguments, and note them on stderr. Values
-    that the user set take precedence. Raise ConfigError if `overrides` name a model."""
+    """Translate Megatron-LM's arguments in `source` to (software settings, overrides), and print them on stderr.
+    Values that the user set take precedence. Raise ConfigError if `overrides` name a model."""
     user_keys = [override.lstrip("+").partition("=")[0] for override in overrides]
     if "model" in user_keys:
         raise ConfigError(
@@ -194,8 +195,8 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
 
 
 def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configuration:
-    """Return the configuration of a prediction for a plan, or for a site and a layout. A model without a name has the
-    sizes in `overrides`. Raise ConfigError for two plans, or unless there is either a plan or a site."""
+    """Return the configuration of a prediction, either for a plan or for a layout on a site. If no model is named, the
+    sizes in `overrides` define a GPT. Raise ConfigError for two plans, for a plan with a site, or for neither."""
     data = composed(overrides)
     plan_file, site = plan_path or data["plan_file"], data["site_file"]
     if plan_file is None and site is None:
@@ -214,8 +215,8 @@ def _configuration(overrides: Sequence[str], plan_path: str | None) -> Configura
 
 
 def _refuse_layout(options: Mapping[str, Any], overrides: Sequence[str]) -> None:
-    """Raise ConfigError if the user set a part of the layout (by an option or an override) beside a PLAN.
-    `options`: {name: value}, None without the option."""
+    """Raise ConfigError if an option or an override sets a part of the layout, which the PLAN already fixes.
+    `options`: {name: value}; None as the value of an option that was not given."""
     names = [name for name, value in options.items() if value is not None]
     fixed = [name for name in names if name not in FLAGS or is_fixed_by_plan(f"{FLAGS[name].key}=")]
     for name in [*fixed, *filter(is_fixed_by_plan, overrides)]:
@@ -224,7 +225,8 @@ def _refuse_layout(options: Mapping[str, Any], overrides: Sequence[str]) -> None
 
 
 def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Costs]:
-    """Return a plan with the layout of the configuration, in which missing sizes are 1, and its costs."""
+    """Return a plan with the layout of the configuration, and the plan's costs. Missing sizes are 1, except that with
+    plan.nodes or Megatron-LM's arguments, a missing DP fills all GPUs."""
     plan, cp, site = config.plan, config.plan.cp or 1, request.site(config)
     ConfigError.refuse("plan.unequal", (plan.unequal == "true", "stages of a given layout are alike", "leave it out"))
     site = software.applied_to(site, plan.nodes or ())
@@ -245,8 +247,8 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
 
 
 def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
-    """Return the data-parallel size that uses all GPUs of the site, or of the nodes that the user set.
-    ConfigError if the other sizes do not divide their number."""
+    """Return `plan.dp` if it is set; otherwise the data-parallel size that uses all GPUs of the nodes in `plan.nodes`,
+    or of the site. Raise ConfigError if TP x PP x CP does not divide the number of these GPUs."""
     nodes = plan.nodes or {pool.name: pool.nodes for pool in site.pools}
     gpus = sum(
         (n or p.nodes) * (plan.gpus_per_node or p.gpus_per_node) for k, n in nodes.items() for p in [site.pool(k)]
@@ -258,8 +260,8 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
 
 
 def _is_sharded(distributed: bool | None, sharding: str | None) -> bool:
-    """Return whether the optimizer is sharded. `distributed`: the value of plan.distributed_optimizer.
-    Raise ConfigError if it contradicts --sharding."""
+    """Return whether the optimizer is sharded. `distributed`: the value of plan.distributed_optimizer; `sharding`: the
+    value of --sharding. Raise ConfigError if the two contradict each other."""
     if sharding is None:
         return distributed is not False
     if distributed == (sharding == "none"):
@@ -269,8 +271,9 @@ def _is_sharded(distributed: bool | None, sharding: str | None) -> bool:
 
 
 def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
-    """Return the plan with the layout of the configuration whose step is shortest among those that fit in memory.
-    Schedule and recomputation are searched unless the user set them. Of equal plans, it is the simplest."""
+    """Return the plan for the configuration's layout that has the shortest step and fits in memory.
+    Schedule and recomputation are searched unless the user set them. Of equally fast plans, return the simplest. If no
+    plan fits, return the last candidate."""
     plan = config.plan
     can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first

@@ -121,7 +121,7 @@ def run(
     code = progress.report_progress(record, job, show=console.note if json else console.text)
     if json:
         result = record.read_result() or {}
-        if "exit_code" in result:  # the job's, while `exit_code` is this command's
+        if "exit_code" in result:  # the job's exit code; `exit_code` below is this command's
             result["job_exit_code"] = result.pop("exit_code")
         console.as_json({"run": str(record.path), "job_id": job.id, "exit_code": code, "result": result})
     elif code == 0:
@@ -130,7 +130,7 @@ def run(
 
 
 def _show_figures(record: RunDirectory) -> None:
-    """Print the report of a run; if pandas is missing, the figures of its last step."""
+    """Print the report of a run; if pandas is missing, print the final figures in result.json instead."""
     try:
         report([str(record.path)])
     except ModuleNotFoundError as e:
@@ -270,7 +270,7 @@ def report(
 
 
 def _planned_timeline(plan_path: Path) -> list[dict[str, Any]]:
-    """Return the simulated events of the plan at `plan_path` (in a run directory); empty if it cannot be simulated."""
+    """Return the simulated timeline of the plan at `plan_path` in a run directory; empty if the simulation fails."""
     try:
         plan = Plan.read(plan_path)
         return timeline(plan, costs(recorded(RunDirectory(plan_path.parent).config)[0], plan))

@@ -29,7 +29,8 @@ Vocabulary = Annotated[str | None, typer.Option(metavar="FILE", help="The site's
 
 
 def _read_settings(overrides: Sequence[str] | None) -> tuple[Configuration, NodeSettings]:
-    """Return the configuration, and its settings for reading nodes. Other commands do not need these slow imports."""
+    """Return the configuration, and its settings for reading Slurm's nodes.
+    The slow imports are in this function, because `holmes probe` and `holmes label` do not need them."""
     from holmes_hpc.config.composition import load
     from holmes_hpc.planning.request import node_settings
 

@@ -26,8 +26,8 @@ from holmes_hpc.submission.sweeps.jobs import cancel_sweep
 from holmes_hpc.submission.sweeps.manifest import read_manifest
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
-LISTED = 50  # latest runs that `holmes status` lists, besides earlier ones that have not ended
-RECENT_S = 86400.0  # `holmes status` reports only failures of this period in full
+LISTED = 50  # number of latest runs that `holmes status` lists; earlier runs are listed only if they have not ended
+RECENT_S = 86400.0  # `holmes status` shows the details of failures in the last RECENT_S seconds only
 group = typer.Typer(
     no_args_is_help=True,
     help="Watch and cancel sweeps, also detached ones. To start one: holmes-train -m KEY=VALUE,VALUE (docs/howto.md).",
@@ -195,7 +195,7 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
 
 
 def _figures(final: Any) -> dict[str, Any]:
-    """Return {column: figure} of a job. `final`: the same, or the value that the job's function returned."""
+    """Return {column: figure} of a job. `final`: its run's final figures, or the value that its function returned."""
     return final if isinstance(final, dict) else {} if final is None or not _short(final) else {"value": final}
 
 

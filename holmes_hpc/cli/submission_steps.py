@@ -1,4 +1,4 @@
-"""The steps of planning and submitting a run, shared by the commands that do so."""
+"""Steps of planning and submitting a run that several commands share."""
 
 import shutil
 from collections.abc import Sequence
@@ -35,8 +35,9 @@ from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning, steps_
 def plan_run(
     overrides: Sequence[str], *, earliest: bool = False, plan_file: str | None = None
 ) -> tuple[Plan, Configuration]:
-    """Return the plan and the configuration of a run, checked against its site and data. `plan_file`: path of PLAN.
-    `earliest`: choose the plan with the earliest estimated end, and the time limit of that estimate."""
+    """Return the plan and the configuration of a run, checked against its site and data.
+    `plan_file`: path of a plan to run instead of planning; `earliest`: choose the plan with the earliest estimated end,
+    and set the job's time limit as in that estimate."""
     config = load(overrides)
     if plan_file is None:
         create.refuse_taken_name(config)
@@ -71,14 +72,15 @@ def plan_run(
 
 
 def note_requeues(plan: Plan, config: Configuration, done_steps: int = 0) -> None:
-    """Note on stderr if the job's time limit is too short for all steps. `done_steps`: those of the last checkpoint."""
+    """Warn on stderr if the job's time limit is too short for all remaining steps.
+    `done_steps`: number of steps up to the last checkpoint."""
     if not config.local and (line := requeue_warning(plan, config.train.steps - done_steps, config.slurm.timeout_min)):
         console.note(line)
 
 
 def check_inputs(config: Configuration) -> None:
-    """Raise HolmesError if local ranks lack packages, a file is missing, or weights or data do not fit the model.
-    Called before planning, so that no job starts only to fail."""
+    """Raise HolmesError if a job with this configuration would fail: local ranks lack packages or a GPU, a file is
+    missing, or weights or data do not fit the model."""
     if config.local:
         allow_open_files(1)
     if config.local and (packages := missing_packages()):
@@ -102,7 +104,7 @@ def check_inputs(config: Configuration) -> None:
 
 
 def missing_packages() -> str | None:
-    """Return the names of packages that ranks need and this Python lacks, as text; None if it has all."""
+    """Return a text with the names of packages that ranks need and this Python lacks; None if it lacks none."""
     installed = software()
     return " and ".join(name for name in NEEDED if name not in installed) or None
 
@@ -135,8 +137,9 @@ def create_and_submit(
 
 
 def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool = True) -> Job:
-    """Submit a run to Slurm, or start its ranks here if the configuration says so. Return its job.
-    `test`: note the expected start on stderr, and check more than that each component fits."""
+    """Submit a run to Slurm, or start its ranks on this machine with the local launcher. Return the run's job.
+    `test`: ask Slurm when the job could start, print the answer on stderr, and check Slurm's limits; if False, check
+    only that each component fits."""
     if config.local:
         return run_plan_locally(plan, run.path, run_rank, config.to_dict(), config.slurm)
     if not config.slurm.container and not config.slurm.setup and (packages := missing_packages()):
@@ -154,7 +157,7 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool 
 
 
 def check_earliest(config: Configuration) -> None:
-    """Raise ConfigError if the configuration leaves --earliest no plans to choose from, or uses no Slurm."""
+    """Raise ConfigError if --earliest has no choice, because of a plan file or the local launcher, or has no sbatch."""
     fixed = ((config.plan_file, "one plan only"), (config.local, "launcher=local"))
     hint, missing = "leave one of them out", "there is no sbatch on this machine"
     ConfigError.refuse(
@@ -165,10 +168,10 @@ def check_earliest(config: Configuration) -> None:
 
 
 def earliest_ends(config: Configuration, clock: Clock | None = None, costs: Costs | None = None) -> list[QueueEstimate]:
-    """Return the estimates of plans for the whole site and for parts of it, the plan that ends first at the head.
+    """Return queue estimates of plans for the whole site and for parts of the site, in order of their estimated ends.
 
-    `clock`: limits all searches together; `costs`: replace the configuration's. Call :func:`check_earliest` before.
-    Raise SubmissionError if no plan can run."""
+    Plans that cannot run come last. `clock`: time limit of all searches together; `costs`: cost model to use instead
+    of the configuration's. Call :func:`check_earliest` first. Raise SubmissionError if no plan can run."""
     whole_site = searched_site(load_site(config), config.plan)
 
     def plan_for(nodes: dict[str, int] | None) -> Plan:

@@ -1,7 +1,7 @@
-"""Composition of a configuration from overrides in Hydra's grammar, on top of the defaults or of a recorded one.
+"""Composition of a configuration: overrides in Hydra's grammar, applied to the defaults or a recorded configuration.
 
-Overrides with only declared options are composed without Hydra, whose file search takes most of the time. Hydra
-composes the others, with the files in a user's own search path.
+If all overrides name declared options, the configuration is composed without Hydra, because Hydra's file search takes
+most of the time. Otherwise Hydra composes the configuration and reads the files in the user's search path.
 """
 
 import contextlib
@@ -40,8 +40,9 @@ _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 def load(overrides: Sequence[str] = (), *, nameless: bool = False) -> Configuration:
     """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``).
-    Without a site file, use the one in HOLMES_SITE, unless the ranks are processes on this machine.
-    `nameless`: sizes of a model without a name describe a GPT; else they change the default model."""
+    If no site file is set, use the one that HOLMES_SITE names, except with the local launcher.
+    `nameless`: if no model is named, model sizes in `overrides` define a GPT; if False, they change the default model.
+    """
     data, keys = composed(overrides), [override.lstrip("+").partition("=")[0] for override in overrides]
     if nameless and not {"model", "plan_file"} & {*keys} and any(key.startswith("model.") for key in keys):
         data |= gpt_of_sizes(data, keys)
@@ -52,7 +53,8 @@ def load(overrides: Sequence[str] = (), *, nameless: bool = False) -> Configurat
 
 
 def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the defaults with `overrides` as plain, unchecked data. Raise ConfigError if Hydra refuses an override."""
+    """Apply `overrides` to the defaults. Return the configuration as plain data whose values are not checked yet.
+    Raise ConfigError for an unknown key, or if Hydra refuses an override."""
     expanded = for_hydra(overrides)
     with _as_config_error():
         parsed = _parse(expanded)
@@ -64,7 +66,8 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def with_overrides(config: Configuration, overrides: Sequence[str]) -> Configuration:
-    """Return a recorded configuration with `overrides` of keys or whole groups (``data=indexed data.prefix=x``)."""
+    """Apply `overrides` to a recorded configuration, and return the result.
+    An override may set a key (``data.prefix=x``) or replace a whole group (``data=indexed``)."""
     result, defaults = OmegaConf.create(map_leaves(config.to_dict(), _escaped)), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)
     with _as_config_error():
@@ -92,11 +95,11 @@ def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:
 
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` as Hydra needs them.
+    """Return `overrides` in the form that Hydra needs.
 
-    Each ``model=hf:DIR`` becomes the name of a model that is registered with Hydra, read from the folder's config.json.
-    Numbers after ``name=`` and ``data.split=`` are quoted: Hydra converts ``name=1e5`` to 100000.0. DataError if the
-    file is unreadable or its model is not covered."""
+    For each ``model=hf:DIR``, read the model from the folder's config.json, register it with Hydra, and write the
+    registered name in place of ``hf:DIR``. Quote numbers after ``name=`` and ``data.split=``, because Hydra would
+    convert ``name=1e5`` to 100000.0. Raise DataError if config.json is unreadable or its model is not supported."""
     result = []
     for override in overrides:
         match = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", override)
@@ -130,7 +133,7 @@ def with_flags(flags: Mapping[str, Any], overrides: Sequence[str] | None) -> lis
 
 
 def is_fixed_by_plan(override: str) -> bool:
-    """Return whether an override sets a key that a plan fixes: of the model, the batch or the layout."""
+    """Return whether an override sets the group model, batch or plan, or a key in one of them. A plan fixes these."""
     return _FIXED_BY_PLAN.match(override) is not None
 
 
@@ -171,7 +174,7 @@ def explained(error: Exception) -> ConfigError:
 
 
 def _kind_of_file(path: str) -> tuple[str, str]:
-    """Return what the file is, and the key that takes it."""
+    """Return the kind of the file at `path` (such as "a plan"), and the configuration key for such a file."""
     content: dict[str, Any] = {}
     with contextlib.suppress(ConfigError):
         content = read_yaml(path)
@@ -194,12 +197,14 @@ def _parse(overrides: Sequence[str]) -> list[Any]:
 
 
 def _changes(key: str, changed_key: str) -> bool:
-    """Return whether an override of `key` changes the value of `changed_key`, which is not a group."""
+    """Return whether an override of `key` sets `changed_key`, or an entry of it (``plan.nodes.ib-a``).
+    A key in a group is not an entry of the group."""
     return key == changed_key or (key.startswith(f"{changed_key}.") and changed_key not in GROUPS)
 
 
 def _unknown_keys(overrides: Sequence[Any]) -> Iterator[HolmesError]:
-    """Yield an error for each override of an undeclared key. Additions, deletions and Hydra's keys do not count."""
+    """Yield an error for each override of an undeclared key.
+    Additions (``+key``), deletions (``~key``) and keys of the group hydra are not checked."""
     for o in overrides:
         group, _, name = str(o.key_or_group).partition(".")
         first = name.partition(".")[0] if group in GROUPS else group
@@ -209,8 +214,8 @@ def _unknown_keys(overrides: Sequence[Any]) -> Iterator[HolmesError]:
 
 
 def _compose_declared(overrides: Sequence[Any]) -> DictConfig | None:
-    """Return the configuration of parsed `overrides` with only declared options; None if Hydra must compose them.
-    It must for an undeclared option or group (``+sweep=ablation``), a deletion, a sweep, or an error."""
+    """Compose parsed `overrides` without Hydra. Return None if Hydra must compose them, because one of them names an
+    undeclared option or group (``+sweep=ablation``), deletes a key, is a sweep, or cannot be applied."""
     groups = [o for o in overrides if o.key_or_group in GROUPS]
     names = {group: name for group, name in DEFAULTS.items() if group in GROUPS}
     names |= {o.key_or_group: str(o.value()) for o in groups}
@@ -250,7 +255,7 @@ def _compose_by_hydra(overrides: Sequence[str]) -> DictConfig:
 
 
 def _to_plain(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return a composed configuration as plain data, without Hydra's section. ConfigError for a missing value."""
+    """Return a composed configuration as plain data, without Hydra's section. Raise ConfigError for a missing value."""
     if any(OmegaConf.is_missing(config.batch, name) for name in keys(Batch)):
         raise _no_batch(str(config.model.name), overrides)
     without_hydra = OmegaConf.masked_copy(config, [str(k) for k in config if k != "hydra"])
@@ -263,7 +268,7 @@ def _to_plain(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
-    """Return the error that explains why no batch was composed: its name is unknown, or the model has no default."""
+    """Return the error for a missing batch: either its name is unknown, or the model has no default batch."""
     batch_names = [override.partition("=")[2] for override in overrides if override.startswith("batch=")]
     if batch_names and batch_names[-1] not in BATCHES:
         return ConfigError(f"no batch {batch_names[-1]!r}", where="overrides", hint=nearest(batch_names[-1], BATCHES))

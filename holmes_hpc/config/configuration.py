@@ -76,8 +76,8 @@ class Configuration(Checked, where="configuration"):
         return self.launcher.kind == "local"
 
     def with_data(self) -> "Configuration":
-        """Return a copy whose data kind is set: synthetic by default, for trial models and for calibration.
-        ConfigError if it is not set for another model, or if `prefix` is set for synthetic data."""
+        """Return this configuration with `data.kind` set. For trial models and calibration, null becomes synthetic.
+        Raise ConfigError if it is null otherwise, or if `data.prefix` is set but `data.kind` is not indexed."""
         data, is_large = self.data, self.model.hidden > TRIAL_MAX_HIDDEN and not self.train.measure
         problem = f"data.prefix is {data.prefix!r}, data.kind is {data.kind or 'not given'}"
         hint = "add data=indexed, or leave data.prefix out"
@@ -108,7 +108,8 @@ GROUPS: dict[str, type[Any]] = {
 
 
 def from_dict(data: Mapping[str, Any]) -> Configuration:
-    """Return the configuration of composed plain data. ConfigError with all unknown keys and wrong values."""
+    """Return the configuration with the values in `data`, which were composed from overrides or read from a record.
+    Raise ConfigError for unknown keys and wrong values; its `others` has the second and later mistakes."""
     values, errors = dict(data), list[HolmesError]()
     for name in [name for name in data if name in GROUPS]:
         with collected(errors):
@@ -118,10 +119,10 @@ def from_dict(data: Mapping[str, Any]) -> Configuration:
 
 
 def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
-    """Return (the configuration in a run's record, the names of the keys that it lacks).
+    """Return (the configuration in a run's record, the names of the keys that the record lacks).
 
-    An older version may have written it. Keys that it lacks get their defaults, and keys that no longer exist are
-    dropped. ConfigError if a group without defaults (model, batch) is missing.
+    An older version may have written the record. Missing keys get their defaults, and keys that no longer exist are
+    dropped. Raise ConfigError if a group without defaults (model, batch) is missing.
     """
     missing_keys: list[str] = []
     values: dict[str, Any] = {}

@@ -44,7 +44,7 @@ hydra:
 
 
 def conf_files() -> dict[str, str]:
-    """Return the text of each file under generated_conf/, by its path there."""
+    """Return {path relative to generated_conf/: text} of the files in that folder."""
     files = {"config.yaml": _main_file()}
     for name, model in MODELS.items():
         files[f"model/{name}.yaml"] = _values_file("models.py", asdict(model))
@@ -89,7 +89,8 @@ def page() -> str:
 
 
 def _values_and_default(declared: Key) -> str:
-    """Return the allowed values of a key in short form, and its default. If the default is null, null is not listed."""
+    """Return a text with the allowed values of a key, in short form, and its default.
+    If the default is null, null is not repeated among the allowed values."""
     values = allowed(declared).removeprefix("use ")
     for pattern, short in _SHORT:
         values = re.sub(pattern, short, values)
@@ -127,7 +128,7 @@ def _main_file() -> str:
 
 
 def _lines(declared: Key, value: Any) -> list[str]:
-    """Return the YAML lines of a key with its value, and with its help in a comment beside or above it."""
+    """Return the YAML line ``KEY: VALUE`` with the key's help as a comment, beside the line or in lines above it."""
     pair, comment = f"{declared.name}: {_format(value)}", declared.spec.help
     joined_line = f"{pair:<27} # {comment}"
     if len(joined_line) <= WIDTH:

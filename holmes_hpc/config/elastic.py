@@ -1,4 +1,4 @@
-"""The configuration group `elastic`: when a run continues after the loss of a node, and with how many."""
+"""The configuration group `elastic`: whether a run continues after the loss of a node, and with how many nodes."""
 
 from dataclasses import dataclass
 from typing import Annotated

@@ -27,7 +27,7 @@ class Flag:
 
     @property
     def type(self) -> Any:
-        """The type of the value: int, float, str, bool, tuple or dict; str for a named option of a group."""
+        """The type of the value: int, float, str, bool, tuple or dict. If the key is a group, str: an option's name."""
         return str if self.key in GROUPS else kinds(self._declared.type)[0]
 
     @property
@@ -48,7 +48,7 @@ class Flag:
         return f"{self.key}: {text} [{allowed_values}]"
 
     def value(self, text: str) -> Any:
-        """Return the value of an option's `text` for a list (26,22), a map (ib-a=4,roce-a=4) or a bool (yes)."""
+        """Parse the text of an option whose value is a list (26,22), a map (ib-a=4,roce-a=4) or a bool (yes)."""
         parts = text.split(",")
         if self.type is tuple:
             if not all(part.strip().lstrip("-").isdecimal() for part in parts):

@@ -10,7 +10,7 @@ from holmes_hpc.config.other_names import key_elsewhere, unsupported_hint
 from holmes_hpc.errors import ConfigError, did_you_mean, is_typo
 from holmes_hpc.schema import REQUIRED, keys
 
-# The default option of each group. That of `batch` is the batch with the model's name, if there is one.
+# The default option of each group. For `batch`, it is the batch that has the model's name, if there is one.
 DEFAULTS = {
     "model": "gpt_tiny",
     "optional batch": "${model}",
@@ -47,14 +47,14 @@ def option(group: str, name: str) -> dict[str, Any] | None:
 
 
 def suggested_override(value: str) -> str | None:
-    """Return the override that a value without its key can mean, ``model=VALUE`` or ``batch=VALUE``; else None."""
+    """Return ``model=VALUE`` or ``batch=VALUE`` if `value` is the name of a model or a batch; None otherwise."""
     return next(
         (f"{group}={value}" for group, names in (("model", MODELS), ("batch", BATCHES)) if value in names), None
     )
 
 
 def unknown_key(unknown: str) -> ConfigError:
-    """Return the error for an unknown key. Its hint: what to do instead, else the keys that it can mean."""
+    """Return the error for an unknown key. Its hint says what to do instead, or which keys the user may have meant."""
     hint = unsupported_hint(unknown)
     if unknown.partition(".")[0] == "labels":
         hint = "write +labels.NAME=VALUE, with a plus sign"
@@ -65,8 +65,10 @@ def unknown_key(unknown: str) -> ConfigError:
 
 
 def meant_keys(unknown: str) -> list[str]:
-    """Return the keys that an unknown key can mean: the key that has its name in other programs, else keys of its name
-    in any group, else keys that it may misspell, else similar keys."""
+    """Return the keys that the user may have meant by an unknown key. The first of these rules with a match applies:
+    the key that other programs call by this name; keys with the same name in any group; keys that `unknown` may
+    misspell; keys with similar names. If `unknown` includes a group, misspelled keys come before keys with the same
+    name."""
     if (key := key_elsewhere(unknown)) is not None:
         return [key]
     group, _, name = unknown.rpartition(".")

@@ -1,7 +1,8 @@
 """Conversion between the config.json of a Hugging Face folder and a ModelSpec.
 
-Only JSON is read: nothing is downloaded, and no code from a folder is run. hugging_face.yaml lists the families that
-can be read, their keys, and why others cannot. training/checkpoint/weight_names.py converts the weights.
+Only JSON is read: nothing is downloaded, and no code from a folder is run. hugging_face.yaml lists the supported model
+families and their keys, and why other families are not supported. training/checkpoint/weight_names.py converts the
+weights.
 """
 
 import re
@@ -22,8 +23,8 @@ _HINT = "give a folder of one of the families in docs/models.md"
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models: one `model_type` of config.json. `architecture`: its class in `transformers`. Other fields:
-    facts that config.json lacks."""
+    """A family of models, which has one `model_type` in config.json. `architecture`: the model's class in the package
+    `transformers`; other fields: facts about the family that config.json does not contain."""
 
     architecture: str
     may_have_bias: bool = False
@@ -48,15 +49,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_model(path: Path) -> ModelSpec:
-    """Return the model of a Hugging Face folder, or of its config.json, named like the folder.
-    DataError for a feature that is not covered."""
+    """Return the model that config.json describes, named like its folder. `path`: the Hugging Face folder, or the file.
+    Raise DataError if the model has a feature that is not supported."""
     folder, file = (path.parent, path) if path.is_file() else (path, path / CONFIG)
     name = re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model"
     return model_of(read_json(file, DataError, "give a Hugging Face folder, or its config.json"), name, str(file))
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
-    """Return the model of a config.json's content, with dropout 0. `where`: its path, for errors."""
+    """Return the model that `config`, the content of a config.json, describes; its dropout is 0.
+    `where`: the path of the file, for errors."""
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         reason = _TABLE["not_covered"].get(model_type)
@@ -73,8 +75,8 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
 
 
 def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """Return the content of config.json for a model. `dtype`: torch's name of its weights' type; `eod`: the id of the
-    end-of-document token."""
+    """Return the content of config.json for a model. `dtype`: torch's name for the data type of the weights; `eod`: the
+    id of the end-of-document token."""
     model_type = family_of(spec)
     names = _TABLE["keys"]["llama" if spec.rope else "gpt2"]
     shared_keys = {
@@ -107,7 +109,8 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
 
 
 def family_of(spec: ModelSpec) -> str:
-    """Return the `model_type` of the family that computes the same as this model. ConfigError if there is none."""
+    """Return the `model_type` of the Hugging Face family with the architecture of this model.
+    Raise ConfigError if there is no such family."""
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):
@@ -141,7 +144,7 @@ def family_of(spec: ModelSpec) -> str:
 
 
 def _is_normalised(spec: ModelSpec) -> bool:
-    """Return whether the probabilities of a token's experts sum to 1."""
+    """Return whether the routing weights of a token's `top_k` experts sum to 1."""
     return spec.experts.score == "softmax" and spec.experts.top_k > 1
 
 
@@ -156,7 +159,7 @@ def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 class _Config:
-    """A reader for the keys of a config.json. DataError for a missing key."""
+    """A reader of the keys of a config.json. It raises DataError if a required key is missing."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self.config, self.where = {"num_experts": config.get("num_local_experts"), **config}, where  # as transformers 5
@@ -171,14 +174,16 @@ class _Config:
         return value
 
     def require(self, name: str, *supported: Any) -> Any:
-        """Return the value of a key, which must be one of `supported`; the first one if the key is missing."""
+        """Return the value of a key; the first of `supported` if the key is missing.
+        Raise DataError if the value is not one of `supported`."""
         value = self(name, supported[0])
         if value not in supported:
             self.refuse(f"{name} is {value!r}, only {' or '.join(map(repr, supported))} is covered", _HINT)
         return value
 
     def fields(self, family: str, **defaults: Any) -> dict[str, Any]:
-        """Return the fields of ModelSpec that have a key of their own. `defaults`: of missing keys, by field."""
+        """Return the fields of ModelSpec that each have one key in config.json, as {field: value}.
+        `defaults`: {field: value if its key is missing}."""
         names = _TABLE["keys"][family]
         return {f: self(key, *([defaults[f]] if f in defaults else [])) for f, key in names.items()}
 
@@ -187,7 +192,7 @@ class _Config:
 
 
 def _read_llama(read: _Config, model_type: str) -> ModelSpec:
-    """Read Llama, Mistral, Mixtral or Qwen: rotary positions, SwiGLU, RMSNorm, grouped queries."""
+    """Read a Llama, Mistral, Mixtral or Qwen model. It has rotary positions, SwiGLU and RMSNorm."""
     family = FAMILIES[model_type]
     rope = read("rope_parameters", None) or read("rope_scaling", None) or {}
     if not isinstance(rope, Mapping):
@@ -217,7 +222,7 @@ def _read_llama(read: _Config, model_type: str) -> ModelSpec:
 
 
 def _read_experts(read: _Config, family: str) -> Experts:
-    """Read the experts of Mixtral or Qwen3: in every layer, without shared ones."""
+    """Read the experts of a Mixtral or Qwen3 model. Every layer has experts, and none of them is shared."""
     for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("router_jitter_noise", 0.0)):
         read.require(name, supported)
     is_normalised = read("norm_topk_prob", family == "mixtral")

@@ -8,9 +8,9 @@ from holmes_hpc.config.train import TrainConfig
 def learning_rate(step: int, train: TrainConfig) -> float:
     """Return the learning rate of `step` (from 1).
 
-    It rises linearly over `warmup_steps`, falls to `min_lr` at `lr_decay_steps` (default: the last step), and then
-    stays there. The fall is half a cosine (Loshchilov and Hutter 2017), linear, or (wsd) linear over only the last
-    `wsd_decay_steps` steps (Hu et al. 2024, arXiv 2404.06395)."""
+    The rate rises linearly over `warmup_steps`, decays to `min_lr` at `lr_decay_steps` (default: the last step), and
+    then stays constant. The decay is half a cosine (Loshchilov and Hutter 2017), linear, or, for wsd, linear over only
+    the last `wsd_decay_steps` steps before its end (Hu et al. 2024, arXiv 2404.06395)."""
     peak, low, warmup = train.lr, train.min_lr, train.warmup_steps
     if step <= warmup:
         return float(peak * step / warmup)
@@ -24,8 +24,9 @@ def learning_rate(step: int, train: TrainConfig) -> float:
 
 
 def describe_lr_change(old: TrainConfig, new: TrainConfig, step: int) -> str | None:
-    """Return a line on how the settings `new` change the learning rate from `step` on, and how to avoid that.
-    None if the end of the decay does not change, or if `lr_decay_steps` fixes it."""
+    """Return a message on how the settings `new` change the learning rate from `step` on, and how to keep the old rate.
+    Return None if the decay still ends at the same step, if `new` sets `lr_decay_steps`, or if the rate never decays.
+    """
     if new.lr_decay_steps is not None or new.min_lr == new.lr:
         return None
     end = old.lr_decay_steps or old.steps

@@ -1,4 +1,4 @@
-"""Megatron-LM's command line, as keys of the configuration and facts about its software (docs/from-megatron.md).
+"""Translation of Megatron-LM's arguments to configuration keys and facts about its software (docs/from-megatron.md).
 
 Arguments are read, never executed: from a command, a shell script, a file of arguments, or a YAML file like those of
 Megatron-LM's functional tests.
@@ -17,7 +17,7 @@ from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.tables import read_table
 
 WHERE = "--megatron-args"
-TRANSFORMER_ENGINE = "transformer_engine"  # attention by the fastest kernel that it has for the GPU
+TRANSFORMER_ENGINE = "transformer_engine"  # attention with the library's fastest kernel for the GPU
 _TABLE: dict[str, Any] = read_table(__file__)
 _FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]
 _OPERATORS, _END = ";&|<>\n", "\n"
@@ -26,8 +26,8 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})")
 
 @dataclass(frozen=True)
 class MegatronArguments:
-    """The arguments of a training command.
-    `keys`: configuration keys and values. `facts`: fields of Software. `approximated`, `ignored`: other arguments."""
+    """The arguments of a training command. `keys`: configuration keys and their values; `facts`: fields of Software and
+    their values; `approximated`: arguments that are predicted only approximately; `ignored`: unused arguments."""
 
     keys: dict[str, Any]
     facts: dict[str, Any]
@@ -35,7 +35,7 @@ class MegatronArguments:
     ignored: tuple[str, ...]
 
     def description(self) -> Iterator[str]:
-        """Yield a line for each group of keys, for the software, and for what was approximated or ignored."""
+        """Yield a line for each group of keys, the software, the approximated arguments and the ignored arguments."""
         for group in ("model", "batch", "plan", "train"):
             values = {k.partition(".")[2]: v for k, v in self.keys.items() if k.startswith(f"{group}.")}
             yield f"{group}: " + ", ".join(f"{k}={_text(v)}" for k, v in values.items())
@@ -46,8 +46,9 @@ class MegatronArguments:
 
 
 def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArguments:
-    """Return the arguments in `source`, a file's name or a command.
-    `user_keys`: keys that the user sets beside them. ConfigError for arguments that cannot be predicted."""
+    """Return the arguments in `source`, which is the name of a file or a command.
+    `user_keys`: configuration keys that the user sets in addition. Raise ConfigError for an argument whose effect
+    cannot be predicted."""
     values = _Values(_parse(source))
     for name, value in values.texts.items():
         for pattern, harmless, reason in _TABLE["refused"]:
@@ -65,15 +66,15 @@ def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArgu
 
 
 def _ignored(name: str, text: str, used: Collection[str]) -> str:
-    """Return the text for an unused argument, with the used name that it may misspell. A value with a shell variable is
-    shown, because it may stand for other arguments."""
+    """Return the text that reports an unused argument, with the known argument that it may misspell. If its value
+    contains a shell variable, the text shows the value, because the variable may stand for other arguments."""
     matches = difflib.get_close_matches(name, used, 1, 0.9)
     return f"--{name}" + f" {text}" * ("$" in text) + "".join(f" (did you mean --{match}?)" for match in matches)
 
 
 def _parse(source: str) -> dict[str, str]:
-    """Return argument -> its values, separated by spaces; empty for a switch. A switch that YAML sets to false is left
-    out."""
+    """Return {argument: its values, separated by spaces}; a switch has an empty text. A switch that a YAML file sets to
+    false is left out."""
     is_file = os.path.isfile(source)  # a Path would refuse the length of a command
     if not is_file and "--" not in source:
         raise _error(f"no file {source!r}", "give a file, or a command with --num-layers and others")
@@ -102,8 +103,8 @@ def _parse(source: str) -> dict[str, str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split a command or a script into words. If it runs a .py file, return only the arguments of that file, up to
-    an operator or newline that no option follows."""
+    """Split a command or a script into words. If it runs a .py file, return only the arguments of that file.
+    They end at the first operator or newline whose next word is not an option."""
     lexer = shlex.shlex(text.replace("\\\n", " ").replace(" 2>", " >"), posix=True, punctuation_chars=_OPERATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     with ConfigError.instead_of(ValueError, where=WHERE, hint="close its quotes", what="cannot be split into words:"):
@@ -118,8 +119,8 @@ def _words(text: str) -> list[str]:
 
 
 def _expanded(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the words of commands and arrays, with the values that earlier words assign to variables.
-    _END stands for an operator or newline. An empty word ends an array's last argument."""
+    """Yield the words of commands and arrays. Shell variables are replaced by the values that earlier words assign.
+    _END stands for an operator or newline. An empty word marks the end of an array, and so of its last argument."""
     values, array, depth = dict[str, str](), "", 0
     for token in tokens:
         depth = max(0, depth + (token in ("if", "case", "for", "while")) - (token in ("fi", "esac", "done")))
@@ -149,7 +150,7 @@ def _expanded(tokens: Iterable[str]) -> Iterator[str]:
 
 
 class _Values:
-    """The values of arguments by name. `used`: the names that were asked for."""
+    """The arguments and their values. `used`: the names of arguments that were looked up."""
 
     def __init__(self, texts: Mapping[str, str]) -> None:
         self.texts, self.used = texts, set[str]()
@@ -165,7 +166,7 @@ class _Values:
         return (self.texts[name] if self.has(name) else default).split() or [""]
 
     def text(self, name: str, default: str, *allowed: str) -> str:
-        """Return the value of an argument. ConfigError if it is neither the default nor one of `allowed`."""
+        """Return the value of an argument. Raise ConfigError if it is neither the default nor one of `allowed`."""
         value = self.words(name, default)[0]
         if value not in (default, *allowed):
             choices = ", ".join(dict.fromkeys(choice for choice in (default, *allowed) if choice))
@@ -185,7 +186,7 @@ class _Values:
 
 
 def _model(a: _Values, user_keys: Collection[str]) -> dict[str, Any]:
-    """Return the keys of the architecture. Megatron-LM's defaults are those of GPT-2, with dropout 0.1."""
+    """Return the keys of the model's architecture. By default, Megatron-LM trains a GPT-2 with dropout 0.1."""
     rope = a.text("position-embedding-type", "learned_absolute", "rope") == "rope"
     keys = {
         "model.swiglu": a.has("swiglu"),
@@ -207,8 +208,8 @@ def _model(a: _Values, user_keys: Collection[str]) -> dict[str, Any]:
 
 
 def _experts(a: _Values) -> dict[str, Any]:
-    """Return the keys of a mixture of experts; none for a dense model. By default, Megatron-LM splits experts over the
-    tensor-parallel ranks, and does not balance experts."""
+    """Return the keys of a mixture of experts; no keys for a dense model. By default, Megatron-LM splits each expert
+    over the tensor-parallel ranks, and does not balance the experts' loads."""
     if a.number("num-experts", 1) <= 1:
         return {}
     if a.number("tensor-model-parallel-size", 1) > 1 and not a.has("expert-tensor-parallel-size"):
@@ -228,7 +229,8 @@ def _experts(a: _Values) -> dict[str, Any]:
 
 
 def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of layers per stage and of virtual stages. `sizes`: the keys that are numbers."""
+    """Return the keys plan.layers_per_stage and plan.virtual_stages, if the arguments set them.
+    `sizes`: the keys whose values are numbers, such as model.layers and plan.pp."""
     keys, layers, pp = dict[str, Any](), sizes.get("model.layers", 0), sizes.get("plan.pp", 1)
     missing_layers = [int(a.has(f"account-for-{part}-in-pipeline-split")) for part in ("embedding", "loss")]
     names = [f"decoder-{end}-pipeline-num-layers" for end in ("first", "last")]
@@ -262,7 +264,7 @@ def _layout(a: _Values, virtual_stages: int) -> dict[str, Any]:
 
 
 def _facts(a: _Values, recompute: str) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of Software, with Megatron-LM's defaults for missing arguments."""
+    """Yield (field of Software, value). Megatron-LM's defaults apply to missing arguments."""
     is_local = a.text("transformer-impl", "transformer_engine", "local") == "local"
     backend = a.text("attention-backend", "auto", "flash", "fused", "unfused", "local")
     is_fused = a.has("use-flash-attn") if is_local and backend == "auto" else backend not in ("unfused", "local")
@@ -292,7 +294,7 @@ def _dtype(a: _Values) -> str:
 
 
 def _grad_dtype(a: _Values) -> str:
-    """Return the type in which gradients are summed and reduced."""
+    """Return the data type in which gradients are accumulated and reduced."""
     if a.has("bf16") and a.has("grad-reduce-in-bf16"):
         return "bf16"
     return "fp16" if a.has("fp16") and not a.has("accumulate-allreduce-grads-in-fp32") else "fp32"

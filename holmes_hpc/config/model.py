@@ -62,7 +62,8 @@ class Experts(Checked, where="model.experts", error=PlanError):
 
     @property
     def has_valid_groups(self) -> bool:
-        """True if groups have one size, and each of `top_groups` can give a token an equal share of its `top_k`."""
+        """True if all groups have the same size, and each of a token's `top_groups` groups has at least
+        `top_k` / `top_groups` experts, which must be a whole number."""
         return not (
             self.count % self.groups
             or self.top_groups > self.groups
@@ -153,12 +154,12 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
 
     @property
     def query_width(self) -> int:
-        """The width of all heads' queries and of attention's output: `hidden`, unless `head_dim` is set."""
+        """The total width of all heads' queries, and of attention's output. It is `hidden` unless `head_dim` is set."""
         return self.heads * self.head_width
 
     @property
     def key_width(self) -> int:
-        """The width of all keys; values have the same."""
+        """The total width of all heads' keys. Their values have the same width."""
         return self.kv_heads * self.head_width
 
     @property
@@ -168,7 +169,7 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
 
     @property
     def ffn_width(self) -> int:
-        """The inner width of a feed-forward part, or of an expert."""
+        """The inner width of a dense model's feed-forward part, or of one expert."""
         return (self.experts.count and self.experts.ffn) or self.ffn
 
     @property
@@ -178,15 +179,16 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
 
     @property
     def tp_ffn(self) -> int:
-        """The inner width of the feed-forward part that TP splits: of a dense layer, or of shared experts."""
+        """The inner width that TP splits: of a dense model's feed-forward part, or of shared experts (0 if none)."""
         return self.experts.shared if self.experts.count else self.ffn
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, without newer keys that have their defaults, so that older versions can read it."""
+        """Return the model as plain data. Keys that older versions lack are left out if they have their defaults, so
+        that older versions can read the data."""
         return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or getattr(self, k) != _NEWER_KEYS[k]}
 
     def padded_vocab(self, tp: int) -> int:
-        """Return the vocabulary rows, padded as in Megatron-LM to a multiple of `vocab_multiple` * tp."""
+        """Return the number of vocabulary rows, padded as in Megatron-LM to a multiple of `vocab_multiple` * tp."""
         unit = self.vocab_multiple * tp
         return -(-self.vocab // unit) * unit
 
@@ -209,21 +211,23 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
 
     @property
     def tokens(self) -> int:
-        """The tokens of a step."""
+        """The number of tokens in a step."""
         return self.global_size * self.sequence_length
 
     @property
     def context(self) -> int:
-        """The tokens that a sequence's last token attends to."""
+        """The length of a whole sequence in tokens. The last token attends to all of them."""
         return self.sequence_length * self.cp
 
     @property
     def whole(self) -> Batch:
-        """The batch of whole sequences."""
+        """The same batch in whole sequences, as before :meth:`split`."""
         return self if self.cp == 1 else Batch(self.global_size // self.cp, self.micro_size, self.context)
 
     def split(self, cp: int, all_to_all: bool = False) -> Batch:
-        """Return the batch as one of `cp` context-parallel ranks holds it: its parts of all sequences."""
+        """Return this batch with every sequence divided over `cp` context-parallel ranks.
+        `all_to_all`: as in :class:`PartialBatch`. With CP above 1, raise PlanError unless 2 x CP divides the sequence
+        length."""
         problem = f"sequence_length {self.sequence_length} is not a multiple of 2 x CP {cp}"
         hint = f"use another CP, or a sequence_length that {2 * cp} divides"
         PlanError.refuse("plan.cp", (cp > 1 and self.sequence_length % (2 * cp), problem, hint))
@@ -231,8 +235,9 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
         return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 
     def micro_batches(self, dp: int) -> int:
-        """Return the number of micro-batches per pipeline and step. PlanError for a remainder.
-        `dp`: DP times CP; 1: all pipelines together."""
+        """Return the number of micro-batches that each pipeline processes in a step.
+        `dp`: DP times CP; with 1, return the number of all pipelines together. Raise PlanError if the batch cannot be
+        divided without a remainder."""
         shared = gcd(self.cp, dp)
         size, multiple = self.global_size // shared, self.micro_size * (dp // shared)
         sequences = f"{self.whole.global_size}" + f" x CP {self.cp}" * (shared < self.cp)
@@ -243,8 +248,9 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
 
 @dataclass(frozen=True)
 class PartialBatch(Batch):
-    """A batch of `global_size` parts of sequences: each of `cp` ranks holds `sequence_length` tokens of a sequence.
-    `all_to_all`: the ranks exchange tokens for heads, not keys and values around a ring."""
+    """A batch in which each of `cp` context-parallel ranks holds a part of every sequence. `sequence_length` is the
+    length of such a part, and `global_size` counts the parts. `all_to_all`: for attention, the ranks exchange tokens
+    for heads by all-to-all instead of passing keys and values around a ring."""
 
     cp: Annotated[int, key("ranks that share a sequence", ge=1)]
     all_to_all: bool = False

@@ -9,7 +9,7 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.schema import make
 from holmes_hpc.tables import read_table
 
-TRIAL_MAX_HIDDEN = 512  # wider models need data; these train on random tokens if no data are given
+TRIAL_MAX_HIDDEN = 512  # up to this width, models train on random tokens by default; wider ones need data
 _TABLE: dict[str, dict[str, Any]] = read_table(__file__)
 
 
@@ -22,7 +22,7 @@ def gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **other_keys: Any
 ) -> ModelSpec:
     """Return a model like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020).
-    It has GELU, LayerNorm, biases and learned positions, unless `other_keys`, further keys of ModelSpec, change them.
+    It has GELU, LayerNorm, biases and learned positions. `other_keys`: fields of ModelSpec that override these.
     """
     gpt_keys = {"ffn": 4 * hidden, "kv_heads": heads, "swiglu": False, "rmsnorm": False, "rope": False, "bias": True}
     return ModelSpec(

@@ -1,4 +1,4 @@
-"""Words of Slurm, Hugging Face, Megatron-LM and DeepSpeed: the key here that means the same, or what to do instead."""
+"""Names that Slurm, Hugging Face, Megatron-LM and DeepSpeed use, with the equivalent configuration key or a hint."""
 
 import re
 
@@ -9,12 +9,13 @@ _KEYS = {name: key for key, names in _TABLE["synonyms"].items() for name in name
 
 
 def key_elsewhere(name: str) -> str | None:
-    """Return the key that other programs call `name`, with or without a group; None without one."""
+    """Return the configuration key that other programs call `name`; None if there is none.
+    A group in `name` is ignored."""
     return _KEYS.get(_plain(name).rpartition(".")[2])
 
 
 def unsupported_hint(name: str) -> str | None:
-    """Return a hint for a word of other programs that has no key or model here; None for any other word."""
+    """Return a hint for a name of other programs that has no equivalent key or model here; None for any other name."""
     return next((text for pattern, text in _TABLE["advice"].items() if re.fullmatch(pattern, _plain(name))), None)
 
 

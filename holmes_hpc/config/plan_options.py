@@ -1,4 +1,4 @@
-"""The configuration group `plan`: the user's fixed choices, and the limits of the planner's."""
+"""The configuration group `plan`: choices that the user fixes, and limits for the planner's choices."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ PARTITIONS = ("exact", "proportional", "uniform")
 
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
-    """Return why the edge options would have no effect, as a text; empty if they have an effect or their defaults."""
+    """Return a message if `edge_dtype` or `edge_connections` is set but has no effect; an empty text otherwise."""
     if (
         transport != "single"
         or schedule not in ("auto", *MEGATRON_SCHEDULES)

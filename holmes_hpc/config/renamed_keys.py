@@ -8,8 +8,8 @@ from holmes_hpc.errors import ConfigError
 
 
 def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
-    """Move the value of the key `former` of a configuration group to `name`, and note once that it is deprecated.
-    ConfigError if both are set."""
+    """Move the value of the key `former` of a configuration group to the key `name`. Note that `former` is deprecated,
+    but only once per process. Raise ConfigError if both keys are set."""
     value = getattr(instance, former)
     if value is None:
         return

@@ -1,4 +1,4 @@
-"""The configuration group `slurm`: a site's own settings for jobs, for all components or for those of one pool."""
+"""The configuration group `slurm`: a site's job settings, for all components or for the components of one pool."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -44,13 +44,13 @@ class ComponentSettings(Checked, where="slurm"):
         yield is_wrong, f"slurm.mem is {self.mem!r}", "use megabytes, or a number with K, M, G or T: 64G", ""
 
     def specified(self) -> dict[str, Any]:
-        """Return the settings of a component that have a value, by name, without `share`."""
+        """Return {name: value} of the component settings that have a value, except `share`."""
         cls = type(self) if isinstance(self, PoolSettings) else ComponentSettings
         values = {f.name: getattr(self, f.name) for f in fields(cls) if f.name != "share"}
         return {name: value for name, value in values.items() if value not in (None, ())}
 
     def job_options(self) -> tuple[str, ...]:
-        """Return the options of srun for a job of one node: account, QOS, GRES and others, without nodes and shares."""
+        """Return srun's options for a job on one node: account, QOS, reservation, GRES, and those in `additional`."""
         values = {name: getattr(self, name) for name in ("account", "qos", "reservation", "gres")}
         values |= self.additional or {}
         words = {str(k).lstrip("-").replace("_", "-"): v for k, v in values.items() if v not in (None, False)}
@@ -59,8 +59,8 @@ class ComponentSettings(Checked, where="slurm"):
 
 @dataclass(frozen=True)
 class PoolSettings(ComponentSettings, where="slurm"):
-    """The settings of one pool's components, and of how their ranks are started.
-    They are for partitions with another CPU architecture or module tree, for example."""
+    """The settings of one pool's components, including settings for the start of their ranks.
+    A pool needs its own if it has another CPU architecture or module tree, for example."""
 
     container: Annotated[str | None, key("as slurm.container, for this pool's ranks; empty: none")] = None
     mounts: Annotated[tuple[str, ...], key("the container's bind mounts: [NODE_PATH:CONTAINER_PATH]")] = ()
@@ -74,7 +74,7 @@ class PoolSettings(ComponentSettings, where="slurm"):
 
 @dataclass(frozen=True)
 class SlurmSettings(ComponentSettings, where="slurm", dotted=True):
-    """The site's settings of all components and of the job; `pools` has settings of single pools."""
+    """The site's settings for the job and for all its components. `pools` has settings for single pools."""
 
     timeout_min: Annotated[
         int | str, key("the job's time limit: minutes, or in Slurm's format: 1-12:00:00", unit="min", ge=1)

@@ -1,4 +1,4 @@
-"""The configuration group `train`: steps, optimizer, overlap, outputs, ends and restarts."""
+"""The configuration group `train`: steps, optimizer, overlap, outputs, time limits and restarts."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -13,7 +13,7 @@ GRAD_DTYPES = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class Profile(Checked, where="train.profile"):
-    """The steps and ranks of which torch's profiler writes a trace."""
+    """The steps and ranks that torch's profiler traces."""
 
     start: Annotated[int, key("first step", ge=1)]
     stop: Annotated[int, key("last step", ge=1)]
@@ -111,7 +111,7 @@ class TrainConfig(Checked, where="train", dotted=True):
     openmetrics: Annotated[
         int | str | None, key("file of live metrics, or port of rank 0's node that serves them", ge=1, lt=1 << 16)
     ] = None
-    # ends and restarts
+    # time limits and restarts
     max_restarts: Annotated[
         int,
         key(

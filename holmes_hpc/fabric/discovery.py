@@ -1,4 +1,4 @@
-"""Discovery of a site for `holmes site`: facts that Slurm's features lack, from its topology and probe jobs."""
+"""Discovery of a site for `holmes site`: Slurm's topology and probe jobs supply the facts that node features lack."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,21 +15,24 @@ from holmes_hpc.fabric.site import Gpu, Pool, Site
 from holmes_hpc.slurm.hostlist import compress, expand
 from holmes_hpc.slurm.scontrol import Topology
 
-_NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")  # of a rack, a block or a node, in a feature
+_NUMBER = re.compile(r"[0-9a-f]*\d[0-9a-f]*")  # the number of a rack, block or node inside a feature
 _PLACE = re.compile(r"(.*[\W_])?(rack|row|cage|chassis|pod|room|cell|island|cluster|block|switch|leaf)", re.IGNORECASE)
-# Assumptions of the grouping that are left out: keys have comments on the first, a probed node settles the others.
+# Assumptions of the grouping that the site file does not list. The comments beside its keys already state those of
+# _BY_KEY. A probe of the node settles those of _NIC_GUESS and _GPU_GUESS.
 _BY_KEY = re.compile(r"Gb/s assumed|no feature names a NIC|no fabric label|^left out")
 _NIC_GUESS = re.compile(r"through its Ethernet address only")
 _GPU_GUESS = re.compile(r"GPU .*(assumed|vocabulary|CPU rank)")
 # srun's messages when a job with --immediate has not started in time.
 _WAITED = re.compile("(?i)are busy|immediate execution|revoked|temporarily unavailable|timed out|no answer in")
-SAME_MEMORY = 0.1  # the driver reports somewhat less than the data sheet
+SAME_MEMORY = 0.1  # relative tolerance, because the driver reports somewhat less than the data sheet
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The answer of one node for all nodes of its kind. `features`: the labels for its NICs; `gpu`, `gpu_memory_gib`:
-    name and memory of its first GPU; `gpus`: their number; `problem`: why there is no usable answer, one line."""
+    """The facts that one probed node gives about all nodes of its kind (:func:`kind_of`).
+
+    `node`: the probed node; `features`: the labels for its NICs; `gpu`, `gpu_memory_gib`: name and memory (GiB) of its
+    first GPU; `gpus`: its number of GPUs; `problem`: one line on why the probe is not usable; empty if it is."""
 
     kind: str
     node: str
@@ -42,8 +45,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Origin:
-    """The sources of a pool's values. `keys`: key -> source, which begins with "assumed" for a guess; `remarks`:
-    further lines; `gpu_is_known`: False if the figures of its GPU kind are unknown."""
+    """The sources of a pool's values. `keys`: key of the pool -> source of its value (a guess begins with "assumed");
+    `remarks`: comment lines about the pool; `gpu_is_known`: whether the figures of its GPU kind are known."""
 
     keys: Mapping[str, str]
     remarks: tuple[str, ...]
@@ -59,8 +62,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Discovery:
-    """A discovered site. `origins`: pool -> the sources of its values; `problems`: of probes, one line each;
-    `unknown_gpus`: pool -> a line on its GPU kind, if that is not known; `left_out`: nodes that no pool has."""
+    """A discovered site. `origins`: pool -> the sources of its values; `problems`: one line per failed probe;
+    `unknown_gpus`: pool with an unknown GPU kind -> a line about that kind; `left_out`: lines about nodes in no pool.
+    """
 
     site: Site
     origins: Mapping[str, Origin]
@@ -78,8 +82,10 @@ def discover(
     wait_s: int | None = None,
     earlier: Mapping[str, str] | None = None,
 ) -> Discovery:
-    """Return the site of Slurm's nodes. `known`: probes of an earlier run, whose kinds are not asked again.
-    `wait_s`: the longest wait for a job to start; None: run no job. `earlier`: node -> its pool in an earlier file."""
+    """Return the site that Slurm's nodes form.
+
+    `known`: probes of an earlier run. Node kinds with such a probe are not probed again. `wait_s`: the longest wait for
+    a probe job to start, in seconds; None: run no jobs. `earlier`: node -> its pool in the earlier site file."""
     earlier = earlier or {}
     both_names = {n: (p.name, earlier.get(n, p.name)) for p in listing.grouping.pools for n in p.node_names}
     pool_names = list(dict.fromkeys(name for pair in both_names.values() for name in pair))
@@ -127,7 +133,8 @@ def discover(
 
 
 def kind_of(node: SiteNode, partition: str) -> str:
-    """Return a text that nodes of equal partition, GRES and features share, apart from rack numbers and the like."""
+    """Return the kind of a node, as a text. Nodes with the same partition, GPUs and features are of one kind.
+    Numbers in features without a known meaning (rack numbers, for example) do not count."""
     meaningful_features = {m.feature for m in node.reading.meanings if m.text != "nothing about NICs"}
     features = dict.fromkeys(f if f in meaningful_features else _NUMBER.sub("#", f) for f in node.features)
     gpus = [f"{g.type or 'gpu'}:{g.count}" for g in node.gres if g.name == "gpu"]
@@ -142,7 +149,7 @@ def _members(pool: Pool, nodes: Sequence[SiteNode]) -> list[SiteNode]:
 def _probe(
     listing: Listing, kinds: Mapping[str, str], new_kinds: Sequence[str], settings: NodeSettings, wait_s: int
 ) -> dict[str, Probe]:
-    """Ask one node of each kind. Return kind -> its answer."""
+    """Probe one node of each of the `new_kinds`. Return kind -> its probe. `kinds`: node -> its kind."""
     members: dict[str, tuple[Pool, list[SiteNode]]] = {}
     for pool in listing.grouping.pools:
         for kind, nodes in grouped((kinds[n.name], n) for n in _members(pool, listing.nodes)):
@@ -164,7 +171,8 @@ def _probe(
 
 
 def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: int) -> Job:
-    """Return the job that asks an idle one of the `nodes`, or else any node that the pool's jobs may get."""
+    """Return the job that probes an idle node of `nodes`. If none is idle, it probes any node that a job of the pool
+    may get."""
     idle = [n for n in nodes if "IDLE" in n.states]
     node = next((n for n in idle if not NOT_ASKED & set(n.states)), next(iter(idle), None))
     options = gpu_option((pool.gres_type or "",), pool.node_gpus or pool.gpus_per_node) if pool.gres else ()
@@ -179,8 +187,8 @@ def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: 
 
 
 def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
-    """Return the probe of a kind. It has a problem if the node lacks the NIC type that Slurm's features name.
-    A NIC that needs an NCCL plugin may be missing, because the kernel may not show it."""
+    """Return the :class:`Probe` of a kind from the facts of its probed node. Its `problem` is set if the node lacks the
+    NIC type that Slurm's features name. NICs that need an NCCL plugin are exempt: the kernel may not show them."""
     nic = node.reading.nic if any(m.nic for m in node.reading.meanings) else None
     features = (*facts.expected_features, *(f"nic_hca_{name}" for name in facts.hca))
     if facts.plugin or (nic is not None and nic.rdma and not nic.verbs):
@@ -196,8 +204,10 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
 def _with_features(
     node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None
 ) -> SiteNode:
-    """Return the node with the features that its kind's probe found, besides those that Slurm knows. `kinds`: node ->
-    kind, for nodes in pools. Another node, such as one that is down, may be of a kind in any of its partitions."""
+    """Return the node with a reading of its features in Slurm and of those that the probe of its kind found.
+
+    `kinds`: node -> kind, for nodes in pools. A node in no pool (a node that is down, for example) takes the first
+    probed kind that it would have in one of its partitions."""
     possible = [kinds[node.name]] if node.name in kinds else [kind_of(node, p) for p in node.partitions]
     features = next((probes[kind].features for kind in possible if kind in probes), ())
     if not features:
@@ -206,10 +216,11 @@ def _with_features(
 
 
 def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topology) -> list[tuple[Pool, str | None]]:
-    """Return the pools, each with its tree of switches: None if it does not matter or is not known.
+    """Return (pool, the top switch of its tree) for each pool. The switch is None if it is unknown or does not matter.
 
-    Pools of one NIC type and tree are one fabric, unless a feature names their fabric. A pool in several trees is
-    split. The jobs of a part select its nodes by features, else they exclude the other parts' nodes by name."""
+    It does not matter for Ethernet-only pools, and for pools whose fabric a feature names. Other pools with the same
+    NIC type and tree form one fabric. A pool in several trees is split into one part per tree. The jobs of a part
+    select its nodes by features if possible; otherwise they exclude the nodes of the other parts by name."""
     parts: list[tuple[Pool, str | None]] = []
     for pool in pools:
         members = _members(pool, nodes)
@@ -234,7 +245,8 @@ def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topo
 
 
 def _with_driver(pool: Pool, probes: Sequence[Probe], vocabulary: str | None) -> tuple[Pool, str, bool]:
-    """Return (the pool with the GPU that the driver names; the GPU's source; whether its figures are known)."""
+    """Return (the pool with the GPU that a probe's driver names, the GPU's source, whether its figures are known).
+    If no probe names a GPU, the pool keeps its GPU."""
     kinds = read_vocabulary(vocabulary)
     known, probe = kinds.gpu(pool.gpu.name) if pool.gres else None, next((p for p in probes if p.gpu), None)
     source = f"GRES type {pool.gres_type}" if pool.gres_type else "Slurm's features"
@@ -279,7 +291,7 @@ def _fabric_source(pool: Pool, nodes: Sequence[SiteNode], tree: str | None) -> s
 
 
 def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Pattern[str]]) -> Iterator[str]:
-    """Yield the assumptions about these nodes, without those that match a pattern of `settled`."""
+    """Yield the assumptions about the nodes `names`, except assumptions that match a pattern in `settled`."""
     for line in grouping.assumptions:
         hosts, _, text = line.partition(": ")
         if not any(p.search(text) for p in settled) and not names.isdisjoint(expand(hosts)):
@@ -287,8 +299,8 @@ def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Patte
 
 
 def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> Iterator[str]:
-    """Yield an `unsure:` assumption for each way in which a pool's nodes are divided: by topology blocks, or by
-    numbered features (racks, clusters). RDMA may end there."""
+    """Yield an `unsure:` line for each division of a pool's nodes by topology blocks or by numbered features (racks,
+    for example), because RDMA may not cross its boundaries."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
     blocks = [topology.blocks[n.name] for n in nodes if n.name in topology.blocks]

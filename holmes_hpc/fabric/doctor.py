@@ -1,4 +1,4 @@
-"""Checks for faults of a site that make a run fail or slow, each with a hint. Only `examine` runs commands."""
+"""Checks for faults of a site that make runs fail or slow them down. Only :func:`examine` runs commands."""
 
 import os
 import re
@@ -25,18 +25,18 @@ from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Config, Partition, read_config, read_partitions
 
-OLDEST = (22, 5)  # the first Slurm that is supported
-SAFE_HETJOBS = (24, 11)  # the first Slurm whose slurmctld survives an impossible component
+OLDEST = (22, 5)  # the oldest supported release of Slurm
+SAFE_HETJOBS = (24, 11)  # the first release in which an impossible component cannot kill slurmctld
 
 
 def check_config(config: Config) -> list[Finding]:
-    """Check the scheduler's settings for those that hinder heterogeneous jobs, restarts or accounting."""
+    """Return a finding for each Slurm setting that hinders heterogeneous jobs, restarts or accounting."""
     cases = _config_cases(config)
     return [Finding(level, "slurm.conf", problem, hint) for applies, level, problem, hint in cases if applies]
 
 
 def _config_cases(config: Config) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield (whether the scheduler's settings have the fault, level, problem, hint)."""
+    """Yield (whether the configuration has the fault, level, problem, hint) for each known fault."""
     for problem, hint in config.hetjob_obstacles():
         yield True, "error", problem, hint
     version, release = config.version or SAFE_HETJOBS, f"Slurm {config.get('SLURM_VERSION')}"
@@ -92,7 +92,8 @@ def check_features(nodes: Sequence[SiteNode], grouping: Grouping) -> Iterator[Fi
 
 
 def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> Iterator[Finding]:
-    """Report the pools of the default partition, used by components without a partition, and closed partitions."""
+    """Yield findings on closed partitions and on the default partition. A component without `-p` runs in the default
+    partition, whose nodes may belong to the wrong pool or to several pools."""
     pool_of = {node: pool.name for pool in grouping.pools for node in pool.node_names}
     hint = "state -p and -C for every component (holmes submit does)"
     for default in [p for p in partitions if p.default]:
@@ -110,7 +111,8 @@ def check_partitions(partitions: Sequence[Partition], grouping: Grouping) -> Ite
 
 
 def check_facts(facts: Sequence[Facts], env: Mapping[str, str]) -> Iterator[Finding]:
-    """Check the facts that nodes report: wrong features, Ethernet addresses, clocks, NCCL's choice of interface."""
+    """Yield findings on the facts that nodes report: wrong features, Ethernet addresses, clocks, hidden shared folders
+    and NCCL's default interface. `env`: the user's environment variables."""
     networks = Counter(f.network for f in facts if f.network)
     common_network = networks.most_common(1)[0][0] if networks else ""
     for f in facts:
@@ -211,8 +213,8 @@ def _marker_file() -> Iterator[Path | None]:
 def examine(
     settings: NodeSettings = NodeSettings(), asking: bool = True, site_file: str | None = None
 ) -> list[Finding]:
-    """Return all findings about this Slurm and, if `asking`, its idle nodes, errors first.
-    Short jobs ask the nodes, in this process's environment. `site_file`: the site file in use, if any."""
+    """Return all findings about this Slurm, errors first. If `asking` is true, short jobs also examine its idle nodes.
+    The jobs inherit the environment of this process. `site_file`: the path of the site file in use, if any."""
     partitions, config = read_partitions(), read_config()
     settings = with_associations(settings, partitions)
     nodes = read_nodes(settings.vocabulary)

@@ -1,4 +1,4 @@
-"""The meaning of a node's Slurm features, by a vocabulary of regular expressions: facts about its NICs and GPUs."""
+"""The meaning of Slurm features. A vocabulary of regular expressions maps them to facts about NICs and GPUs."""
 
 import os
 import re
@@ -24,10 +24,11 @@ DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gp
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of one feature.
-    `rate`: of all the node's RDMA NICs; `port`: of one port; `ethernet`: of its Ethernet; all in Gb/s. `is_label`: it
-    is a label of this project. `names`: NICs that it names. `ranks`: CPU ranks of a node without GPUs; 0: not stated.
-    """
+    """The meaning of one feature. Facts that the feature does not state are None, empty or 0.
+
+    `rate`: total rate of the node's RDMA NICs; `port`: rate of one RDMA port; `ethernet`: rate of the node's Ethernet
+    (all in Gb/s); `unsupported`: the fallback for a NIC that this project cannot use; `is_label`: whether the feature
+    is a label of this project; `names`: NICs that it names; `ranks`: CPU ranks of a node without GPUs."""
 
     feature: str
     nic: NicType | None = None
@@ -63,9 +64,9 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Rule:
-    """A regular expression for a whole feature. `fixed`: the facts (key -> value) that every match implies.
-    The expression's groups give further facts. `own`: the features are labels of this project. `unsupported`: as in
-    :class:`Meaning`."""
+    """A regular expression for whole features. Its named groups are facts about the matched feature.
+    `fixed`: further facts (key -> value), the same for every match; `own`: whether the features are labels of this
+    project; `unsupported`: as in :class:`Meaning`."""
 
     pattern: re.Pattern[str]
     fixed: dict[str, Any]
@@ -75,9 +76,9 @@ class Rule:
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """The rules by which features are read: the first rule that matches a feature gives its meaning.
-    `rates`: name -> Gb/s, for rates that features name. `ignored`: features without a meaning here. `networks`: NIC
-    type -> NCCL's name of its network."""
+    """The rules that give features their meaning. The first rule that matches a feature decides.
+    `rates`: name of a rate (``hdr``) -> Gb/s; `ignored`: patterns of known features that say nothing about NICs or
+    GPUs; `gpus`: (pattern, GPU) pairs; `networks`: NIC type -> NCCL's name of its network."""
 
     rules: tuple[Rule, ...]
     rates: dict[str, float]
@@ -127,16 +128,17 @@ class Vocabulary:
 
 
 def _names_in(facts: dict[str, Any]) -> NicNames:
-    """Return the NICs that the facts of a rule or a feature name. SiteError for a value that is not valid."""
+    """Return the NIC names among the facts of a rule or a feature. Raise SiteError for an invalid name."""
     return NicNames(facts.get("interface"), _as_tuple(facts.get("hca")), _as_tuple(facts.get("storage")))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The meaning of one node's features. If they name two NIC types, `nic` is None and `problems` has a line.
+    """The combined meaning of one node's features.
 
-    `unknown`: features that no rule matches. `assumptions`, `problems`: facts that were assumed, and contradictions,
-    one line each."""
+    `nic`: the NIC type; None if the features contradict each other; `rdma_gbps`, `ethernet_gbps`: rates of the node in
+    Gb/s; None if no feature states them; `meanings`: one per feature with a known meaning; `unknown`: the features
+    without one; `assumptions`: one line per assumed fact; `problems`: one line per contradiction."""
 
     nic: NicType | None
     rdma_gbps: float | None = None
@@ -150,7 +152,7 @@ class Reading:
 
 
 def read_features(features: Sequence[str], vocabulary: Vocabulary) -> Reading:
-    """Return the meaning of one node's features together."""
+    """Return the combined meaning of one node's features."""
     return _read_features(tuple(features), vocabulary)
 
 
@@ -191,8 +193,8 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
 
 
 def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
-    """Return the NICs that features name: one interface for sockets, all HCAs and storage devices.
-    The project's own labels decide. A conflict adds a line to `problems`."""
+    """Return the NIC names in `meanings`: one interface for sockets, and all HCAs and storage devices.
+    If features name several interfaces, labels of this project take precedence, and `problems` gets a line."""
     labels_first = sorted(meanings, key=lambda m: not m.is_label)
     interfaces = list(dict.fromkeys(m.names.ethernet for m in labels_first if m.names.ethernet))
     if len(interfaces) > 1:
@@ -206,13 +208,14 @@ def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
 
 
 def _as_tuple(value: Any) -> tuple[str, ...]:
-    """Return the texts of a single value or of a list."""
+    """Return a single value, or each element of a list, as text; an empty tuple for None."""
     return tuple(map(str, value)) if isinstance(value, list) else (str(value),) if value is not None else ()
 
 
 def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[str]) -> NicType | None:
-    """Return the NIC type that features name, else Ethernet; None if they name several.
-    Add lines to `assumptions` and `problems`."""
+    """Return the NIC type that features name: Ethernet if they name none, None if they contradict each other.
+    Labels of this project override other features, and RDMA types override Ethernet. Lines for the user are added to
+    `assumptions` and `problems`."""
     label_types = {m.nic for m in meanings if m.nic and m.is_label}
     all_types = {m.nic for m in meanings if m.nic}
     rdma_types = {n for n in all_types if n.rdma}
@@ -232,8 +235,8 @@ def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[st
 
 
 def _single_value(meanings: list[Meaning], key: str, name: str, problems: list[str]) -> float | None:
-    """Return the lowest value of `key` among the project's own labels, else among all features; None without any.
-    Several values add a line to `problems`. `name`: of the value, for that line."""
+    """Return the lowest value of `key` in labels of this project, or in all features if no label has one; else None.
+    If there are several values, `problems` gets a line, in which `name` stands for the value."""
     with_value = [m for m in meanings if getattr(m, key) is not None]
     values = sorted({getattr(m, key) for m in [m for m in with_value if m.is_label] or with_value})
     if len(values) > 1:
@@ -243,7 +246,8 @@ def _single_value(meanings: list[Meaning], key: str, name: str, problems: list[s
 
 
 def read_vocabulary(path: str | os.PathLike[str] | None = None) -> Vocabulary:
-    """Return the default vocabulary, preceded by the site's own file: `path`, or else the file in HOLMES_FEATURES."""
+    """Return the default vocabulary. The rules of the site's own file, if it has one, come first.
+    `path`: the site's own file; by default the file that the variable HOLMES_FEATURES names."""
     path = path or os.environ.get("HOLMES_FEATURES") or None
     return _load_vocabulary(os.path.abspath(path) if path else None)
 
@@ -262,7 +266,7 @@ def _load_vocabulary(path: str | None) -> Vocabulary:
 
 
 def _load_file(path: Path) -> tuple[str, dict[str, Any]]:
-    """Return (the file's name, for errors; its content). SiteError if it cannot be read or has unknown keys."""
+    """Return (name of the file for error messages, its content). Raise SiteError if the file is not valid."""
     hint = "see holmes_hpc/fabric/features.yaml for the allowed content"
     not_yaml = SiteError.instead_of(yaml.YAMLError, UnicodeDecodeError, where=path, hint=hint, what="not YAML:")
     with SiteError.instead_of(OSError, where=path, hint="correct HOLMES_FEATURES"), not_yaml:

@@ -1,4 +1,4 @@
-"""A fault or fact found by a check: the common result of all checks in this package, for the entry points to print."""
+"""The common result of all checks in this package: a fault or a fact, which the entry points print."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from holmes_hpc.errors import NetworkError
 
 LEVELS = ("error", "warning", "info")
-MAX_SKEW_S = 60.0  # between two nodes' clocks; munge refuses credentials at 300 s
+MAX_SKEW_S = 60.0  # largest tolerated difference between two clocks; munge refuses credentials at 300 s
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check. `level`: ``error`` (a run fails or is slow), ``warning`` (it may), ``info`` (it does not).
-    `node`, `nic`: set if it concerns one node or NIC. ``str(finding)`` is one line: ``level: where: what; hint``."""
+    """One result of a check. ``str(finding)`` is one line: ``level: where: what; hint``.
+    `level`: ``error`` (runs fail or are slow), ``warning`` (runs may fail or be slow) or ``info`` (runs are not
+    affected); `node`, `nic`: the one node or NIC that the finding concerns; empty if it concerns several."""
 
     level: str
     where: str
@@ -26,7 +27,7 @@ class Finding:
 
 
 def raise_errors(findings: Iterable[Finding]) -> None:
-    """Raise NetworkError for the first finding that is an error; its text also counts the others."""
+    """Raise NetworkError for the first error in `findings`. Its message states how many more errors there are."""
     if error_findings := [f for f in findings if f.level == "error"]:
         first, *others = error_findings
         more = f" (and {len(others)} more errors)" if others else ""

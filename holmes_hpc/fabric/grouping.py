@@ -19,7 +19,7 @@ from holmes_hpc.slurm.scontrol import Partition
 
 ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
-MAX_EXCLUDE = 1000  # characters of the host list of a job's --exclude
+MAX_EXCLUDE = 1000  # the most characters in the host list of a job's --exclude
 MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GRES type of a GPU slice, such as a100_1g.5gb
 K = TypeVar("K", bound=Hashable)
 
@@ -33,7 +33,7 @@ class Grouping:
     left_out: dict[str, str]
 
     def site(self, name: str) -> Site:
-        """Return the Site called `name`. SiteError if it has no pool, with the reason that excludes the first node."""
+        """Return the pools as a Site called `name`. Raise SiteError without a pool, with the reason of one node."""
         if not self.pools:
             reason = next((f"{node}: {why}" for node, why in self.left_out.items()), "Slurm shows none")
             raise SiteError(f"no usable node ({reason})", where=f"cluster {name}", hint="see `holmes nodes`")
@@ -42,7 +42,7 @@ class Grouping:
 
 @dataclass
 class _Notes:
-    """The assumptions that the steps of :func:`group` make, and the nodes that they leave out."""
+    """The assumptions and the left-out nodes that the steps of :func:`group` record."""
 
     assumptions: list[tuple[str, str]] = field(default_factory=list)  # (text, node)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -51,19 +51,19 @@ class _Notes:
         self.assumptions.extend((text, n.name) for n in nodes)
 
     def lines(self) -> tuple[str, ...]:
-        """Return one line ``NODES: TEXT`` per text of an assumption."""
+        """Return a line ``NODES: TEXT`` for each assumption, with all nodes to which it applies."""
         return tuple(f"{compress(names)}: {text}" for text, names in grouped(self.assumptions))
 
     def leave_out(self, nodes: Sequence[SiteNode], reason: str) -> None:
         self.left_out.update((n.name, reason) for n in nodes)
 
 
-OTHER_ARCHITECTURE = re.compile(r"(\S+): (\w+), not \w+: set slurm\.pools\.")  # an assumption of :func:`group`
+OTHER_ARCHITECTURE = re.compile(r"(\S+): (\w+), not \w+: set slurm\.pools\.")  # a line of :func:`group`
 
 
 @dataclass(frozen=True)
 class _Group:
-    """The nodes of one fabric that jobs reach through one partition, usable or not."""
+    """The nodes, usable or not, of one fabric that jobs reach through one partition."""
 
     fabric: str
     nic: NicType
@@ -77,11 +77,11 @@ def group(
     vocabulary: Vocabulary,
     settings: NodeSettings = NodeSettings(),
 ) -> Grouping:
-    """Return the pools of a Slurm cluster. Nodes with the same fabric label form a fabric, nodes without one a fabric
-    per NIC type and partition. The nodes of a fabric that have the same GPUs and partition form a pool.
+    """Return the pools of a Slurm cluster. Nodes with the same fabric label and NIC type form a fabric. Nodes without a
+    label form one fabric per NIC type and partition. Nodes of a fabric with the same GPUs and partition form a pool.
 
-    Nodes are left out if they are down or drained, in no open partition, have two NIC types in their features, lack
-    a GPU on a site with GPUs, or cannot be selected by a constraint."""
+    A node is left out if it is down, drained or reserved, is in no open partition, has features of several NIC types or
+    fabrics, has only slices of GPUs, has no GPU although other nodes have, or cannot be selected by jobs."""
     notes = _Notes()
     SiteError.refuse_unknown("no partition", settings.partitions, {p.name for p in partitions}, "partitions")
     open_, skipped = usable_partitions(partitions, settings)
@@ -107,7 +107,7 @@ def _eligible(
     nodes: Sequence[SiteNode], open_: dict[str, Partition], refusals: dict[str, str], notes: _Notes
 ) -> list[SiteNode]:
     """Return the nodes whose features, GPUs and partitions allow them to be part of a pool.
-    `refusals`: partition -> why it takes no job of the user."""
+    `open_`: the partitions that accept the user's jobs. `refusals`: another partition -> why it does not."""
     site_has_gpus = any(n.gpus for n in nodes)
     eligible = []
     for n in nodes:
@@ -129,9 +129,10 @@ def _eligible(
 
 
 def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
-    """Return a group of nodes for each fabric label, NIC type and partition; nodes without a label come last.
+    """Divide the nodes into groups by fabric label, NIC type and partition. Groups without a label come last.
 
-    Of the partitions of a label and NIC type, the one with most of the nodes comes first."""
+    A node in several partitions joins the group of the best one (:func:`ranked_partitions`). Without a label, a
+    partition that keeps the remaining nodes selectable takes precedence."""
     groups = []
     labels = _by(lambda n: n.reading.fabric, eligible)
     used_names = {label for label, _ in labels}
@@ -165,7 +166,7 @@ def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes
 
 
 def _unused_name(name: str, used_names: set[str | None]) -> str:
-    """Return a valid name of a pool like `name` that is not used, and add it to `used_names`."""
+    """Return `name` as a valid pool name, with a number if it is already used. Add the result to `used_names`."""
     base = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
     names = (base, *(f"{base}-{i}" for i in range(2, len(used_names) + 2)))
     unused = next(name for name in names if name not in used_names)
@@ -174,13 +175,13 @@ def _unused_name(name: str, used_names: set[str | None]) -> str:
 
 
 def _kinds(nodes: Sequence[SiteNode], vocabulary: Vocabulary) -> list[tuple[NodeGpus, list[SiteNode]]]:
-    """Return (GPUs of a node, the nodes with these) for each kind of node."""
+    """Group nodes by their GPUs. Return (the GPUs of one node, the nodes that have them) for each group."""
     gpus_of = {key: node_gpus(members[0], vocabulary) for key, members in _by(lambda n: (n.gres, n.features), nodes)}
     return _by(lambda n: gpus_of[n.gres, n.features], nodes)
 
 
 def _named(pools: Sequence[Pool]) -> Iterator[Pool]:
-    """Yield the pools with names: the fabric's if it has no other pool, else the fabric's with the GPU kind."""
+    """Yield the pools with unique names: the fabric's name, with the GPU kind if the fabric has several pools."""
     counts = Counter(pool.name for pool in pools)
     used_names: set[str | None] = set(counts)
     for pool in pools:
@@ -193,7 +194,8 @@ def _named(pools: Sequence[Pool]) -> Iterator[Pool]:
 def _pool(
     g: _Group, gpus: NodeGpus, nodes: Sequence[SiteNode], vocabulary: Vocabulary, notes: _Notes, reservation: str | None
 ) -> Pool | None:
-    """Return the pool of alike nodes, named as its fabric; None if none is usable, or a job cannot select them."""
+    """Return the pool of a group of alike nodes, named after its fabric. Return None if no node is usable, or if a job
+    cannot select the nodes. `nodes`: all nodes of Slurm."""
     usable = _usable(g.nodes, notes, reservation)
     if not usable:
         return None
@@ -241,7 +243,7 @@ def _pool(
 
 
 def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -> list[SiteNode]:
-    """Return the nodes that jobs can use now and that no reservation but `reservation` holds."""
+    """Return the nodes that jobs can use now, except nodes in a reservation other than `reservation`."""
     usable = [n for n in nodes if n.usable]
     notes.leave_out([n for n in nodes if not n.usable], "down, drained, in maintenance, blocked or not responding")
     reserved = [n for n in usable if "RESERVED" in n.states and (not reservation or n.reservation != reservation)]
@@ -251,7 +253,8 @@ def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
-    """Return (NIC names in the features of all `nodes`, None); if they differ, (no names, host list -> its names)."""
+    """Return the NIC names in the features of `nodes`: (their common names, None) if all nodes have the same names,
+    otherwise (no names, host list -> its names)."""
     alike = _by(lambda n: n.reading.names if nic.rdma else NicNames(n.reading.names.ethernet), nodes)
     if len(alike) == 1:
         return alike[0][0], None
@@ -259,7 +262,7 @@ def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[
 
 
 def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _Notes) -> float:
-    """Return the lowest rate `key` in the features of a group's `nodes`, else `assumed`."""
+    """Return the lowest rate `key`, in Gb/s, in the features of `nodes`; `assumed` if no feature states one."""
     network, label = ("Ethernet", "eth_<rate>g") if key == "ethernet_gbps" else (str(g.nic), "nic_<rate>g")
     without_rate = [n for n in nodes if getattr(n.reading, key) is None]
     values = sorted({v for n in nodes if (v := getattr(n.reading, key)) is not None})
@@ -273,10 +276,10 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _No
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
-    """Return a constraint ``a&b`` of features that all `members` have and no rival has together; None if there is none.
+    """Return a constraint ``a&b`` that all `members` meet and none of the `rivals` meets; None if there is none.
 
-    Tried in this order: all common NIC and fabric labels of this project, one NIC feature, none, one feature, two,
-    all."""
+    It consists of the first of these that excludes all rivals: all common NIC and fabric labels of this project, one
+    NIC feature, no feature, one feature, two features, all common features."""
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
     labels = [f for f in common if f in meanings and meanings[f].is_label]
@@ -296,7 +299,7 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
 
 
 def _by(key: Callable[[SiteNode], K], nodes: Sequence[SiteNode]) -> list[tuple[K, list[SiteNode]]]:
-    """Return (key, the nodes with that key) for each value of `key`."""
+    """Group nodes by `key`. Return (value of `key`, the nodes with that value) for each value."""
     return grouped((key(n), n) for n in nodes)
 
 

@@ -1,4 +1,4 @@
-"""The features that Slurm should have for a node with its NICs, the differences, and the commands that set them."""
+"""The NIC features that nodes should have in Slurm: comparison with the present ones, and commands that set them."""
 
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -21,7 +21,7 @@ NOT_PERMANENT = f"scontrol's changes last until {_UNTIL}: put the NodeName lines
 _FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # no characters with a meaning in slurm.conf or in a constraint
 _LABELS = tuple(map(re.compile, (r"nic_(ib|roce|ethernet)\Z", r"nic_[\d.]+g\Z", r"eth_[\d.]+g\Z", r"fabric_.+\Z")))
 _Value = TypeVar("_Value", bound=Hashable)
-_SAME_RATE = 0.02  # the kernel rounds FDR's 54.5 to 56
+_SAME_RATE = 0.02  # relative tolerance, because the kernel rounds FDR's 54.5 Gb/s to 56
 
 
 def spell_rate(gbps: float) -> str:
@@ -31,7 +31,7 @@ def spell_rate(gbps: float) -> str:
 
 def features_of(nics: NodeNics) -> tuple[str, ...]:
     """Return the features that `holmes label` sets for a node with these NICs.
-    They lack rates that the kernel does not know, and the fabric's name, which no node can know."""
+    Rates that the kernel does not know are missing. So is the name of the fabric, which no node can know."""
     nic = nics.type
     ethernet = ethernet_gbps(nics)
     rate = nics.rdma_gbps(nic) if nic.rdma else ethernet
@@ -48,8 +48,8 @@ def ethernet_gbps(nics: NodeNics) -> float | None:
 def differences(
     nics: NodeNics, features: Sequence[str], vocabulary: Vocabulary, node: str = "this node"
 ) -> list[Finding]:
-    """Return the differences between Slurm's `features` of a node and its NICs.
-    A finding of level ``info`` reports a rate that the kernel does not know, so that it cannot be compared."""
+    """Return findings on the differences between a node's NICs and its `features` in Slurm.
+    A finding of level ``info`` says that a rate was not compared, because the kernel does not know it."""
     reading = read_features(features, vocabulary)
     where, hint = f"node {node}", f"holmes label {node}"
     findings = [Finding("error", where, problem, hint, node) for problem in reading.problems]
@@ -66,13 +66,14 @@ def differences(
     if nic.rdma:
         findings += _compare_rates(nic, reading.rdma_gbps, nics.rdma_gbps(nic), node)
         port = next((m.port for m in reading.meanings if m.port), None)
-        if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):  # a port's, not the node's
+        if port is not None and any(p.gbps == port for p in nics.usable_ports(nic)):  # the feature is a port's rate
             findings = [replace(f, level="warning") if "rate" in f.what else f for f in findings]
     return findings + _compare_rates(NicType.ETHERNET, reading.ethernet_gbps, ethernet_gbps(nics), node)
 
 
 def _compare_rates(nic: NicType, labelled: float | None, actual: float | None, node: str) -> list[Finding]:
-    """Return a finding if the rate in a node's features differs from the kernel's, both in Gb/s; else none."""
+    """Return a finding if the rate in a node's features differs from the kernel's, or if the kernel knows none.
+    `labelled`, `actual`: these rates in Gb/s; None if not known."""
     if actual is None:
         problem = f"the kernel does not know the {nic} rate: not compared"
         return [Finding("info", f"node {node}", problem, "none needed", node)]
@@ -86,9 +87,9 @@ def _compare_rates(nic: NicType, labelled: float | None, actual: float | None, n
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a node's features. `present` -> `target`: its available features. `active` -> `active_target`: its
-    active features, which are fewer on a site that switches features (node_features plugins). Only labels become
-    active."""
+    """A change of a node's features. `present`, `target`: its available features before and after the change;
+    `active`, `active_target`: its active features before and after. On a site with a node_features plugin, only some
+    available features are active. The change activates labels only."""
 
     node: str
     present: tuple[str, ...]
@@ -107,13 +108,13 @@ class Change:
 
     @property
     def needed(self) -> bool:
-        """True if the node lacks one of its target features, or has others."""
+        """True if the node's available or active features differ from their targets."""
         return (self.present, self.active) != (self.target, self.active_target)
 
 
 def merge(present: Sequence[str], labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the features `present` with `labels` added. A label replaces one of its kind (``nic_ib`` by ``nic_roce``).
-    All other features stay."""
+    """Return the features `present` with `labels` added. A new label replaces an old one of the same kind (``nic_roce``
+    replaces ``nic_ib``, for example). All other features stay."""
     for feature in labels:
         if not _FEATURE.match(feature):
             raise SiteError(f"{feature!r} cannot be a feature", where="label", hint="use letters, digits and _ . : + -")
@@ -133,18 +134,19 @@ def changes(nodes: Iterable[Node], expected: Mapping[str, Sequence[str]]) -> lis
 
 
 def _by_value(pairs: Iterable[tuple[str, _Value]]) -> list[tuple[str, _Value]]:
-    """Return (host list, value) for each value of (node, value) pairs."""
+    """Group (node, value) pairs by value. Return (host list of the nodes, value) for each value."""
     return [(compress(nodes), value) for value, nodes in grouped((value, node) for node, value in pairs)]
 
 
 def slurm_conf_lines(node_changes: Iterable[Change]) -> list[str]:
-    """Return `NodeName=NODES Feature=…` lines. Their features belong into the NodeName lines that slurm.conf has."""
+    """Return `NodeName=NODES Feature=…` lines. Copy their features into the existing NodeName lines of slurm.conf."""
     by_features = _by_value((c.node, c.target) for c in node_changes)
     return [f"NodeName={nodes} Feature={','.join(features)}" for nodes, features in by_features]
 
 
 def update_commands(node_changes: Iterable[Change]) -> list[list[str]]:
-    """Return the `scontrol update` commands for changed nodes. Each lists all features, because it replaces them."""
+    """Return the `scontrol update` commands for changed nodes. Each command lists all features of its nodes, because
+    Slurm replaces the whole list."""
     pairs = ((c.node, (c.target, c.active_target)) for c in node_changes if c.needed)
     commands = []
     for nodes, (available, active) in _by_value(pairs):
@@ -166,6 +168,7 @@ def apply(commands: Iterable[Sequence[str]]) -> None:
 
 
 def helper_script() -> str:
-    """Return a node_features/helpers script. Without an argument it prints this node's expected features, a line each.
-    It needs only a POSIX shell and sysfs. The node's fabric is the content of /etc/holmes/fabric, if that exists."""
+    """Return a script for Slurm's node_features/helpers. Without an argument, the script prints the expected features
+    of the node on which it runs, one per line. It needs only a POSIX shell and sysfs. It reads the name of the fabric
+    from /etc/holmes/fabric, if that file exists."""
     return Path(__file__).with_name("nic_features.sh").read_text(encoding="utf-8")

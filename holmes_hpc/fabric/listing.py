@@ -38,7 +38,8 @@ class Listing:
         return {node: pool for pool in self.grouping.pools for node in pool.node_names}
 
     def remarks(self, node: SiteNode) -> list[str]:
-        """Return the remarks on a node: why it is left out, its unknown features, assumptions, and why it is down."""
+        """Return the remarks on a node: why no pool has it, unknown or inactive features, problems, assumptions, and
+        Slurm's reason if the node is not usable."""
         texts = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
         if node.reading.unknown:
             texts.append(f"not understood: {', '.join(node.reading.unknown)}")
@@ -102,7 +103,7 @@ class Listing:
         return {
             "cluster": self.cluster,
             "pools": pools,
-            # a fabric of one pool also has the keys of the pool
+            # a fabric with a single pool also has the keys of that pool
             "fabrics": [
                 {**(of_fabric[0] if len(of_fabric) == 1 else {}), "name": name, "nic": of_fabric[0]["nic"]}
                 | {"pools": [p["name"] for p in of_fabric]}
@@ -137,7 +138,7 @@ def listing(settings: NodeSettings = NodeSettings(), site: Site | None = None) -
 
 
 def read_site(settings: NodeSettings = NodeSettings()) -> Site:
-    """Return the Site that Slurm shows now. SiteError without Slurm, or if no node can be used."""
+    """Return the Site that Slurm's present nodes form. Raise SiteError without Slurm, or if no node is usable."""
     shown = listing(settings)
     return shown.grouping.site(shown.cluster)
 
@@ -176,8 +177,8 @@ def probe_dict(nics: NodeNics) -> dict[str, Any]:
 
 
 def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Return a table of findings, with equal ones of several nodes in one row. On narrow terminals each part of the
-    table repeats its first column."""
+    """Return a table of findings. Findings that differ only in their node share a row. The column `where` comes first,
+    because a narrow terminal splits the table into blocks that repeat the first column."""
     rows = []
     for (where, level, what, hint), nodes in grouped((_without_node(f), f.node) for f in findings):
         place = where.replace(f"node {_NODE}", f"nodes {_NODE}") if len(nodes) > 1 else where
@@ -185,7 +186,7 @@ def findings_table(title: str, findings: Sequence[Finding]) -> Table:
     return title, ["where", "level", "what", "hint"], rows, "" if findings else "nothing found"
 
 
-_NODE = "\0"  # stands for a finding's node in texts, so that those of several nodes are equal
+_NODE = "\0"  # replaces the node's name in a finding's texts, so that the texts of different nodes are equal
 
 
 def _without_node(finding: Finding) -> tuple[str, str, str, str]:

@@ -10,7 +10,7 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.slurm.commands import partial_outputs
 
 NVIDIA = Path("/proc/driver/nvidia/gpus")
-DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # in /dev: of NVIDIA's driver, of AMD's, of Windows'
+DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # GPU device files in /dev: NVIDIA, AMD, Windows (WSL)
 
 
 def has_gpu(folder: Path = Path("/dev")) -> bool:
@@ -19,8 +19,8 @@ def has_gpu(folder: Path = Path("/dev")) -> bool:
 
 
 def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
-    """Return the kind of each GPU of this machine; none without a driver. ConfigError for an unknown kind.
-    `folder`: of the driver, with a folder for each GPU; a container may lack it."""
+    """Return the kind of each GPU of this machine; an empty list without a driver. Raise ConfigError for an unknown
+    kind. `folder`: the driver's folder, with a subfolder for each GPU. If a container lacks it, nvidia-smi is asked."""
     gpus = []
     texts = (file.read_text(errors="replace") for file in sorted(folder.glob("*/information")))
     models = (re.search(r"^Model:\s*(.+?)\s*$", text, re.MULTILINE) for text in texts)
@@ -35,7 +35,7 @@ def local_gpus(folder: Path = NVIDIA) -> list[Gpu]:
 
 
 def nvidia_smi() -> list[tuple[str, float]]:
-    """Return (name, memory in GiB) of each GPU of this machine by nvidia-smi; none without it."""
+    """Return (name, memory in GiB) of each GPU that nvidia-smi shows; an empty list without nvidia-smi."""
     query = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits")
     text = partial_outputs([query], timeout_s=20)[0][0] if shutil.which(query[0]) else ""
     rows = (line.rpartition(", ") for line in text.splitlines())

@@ -13,7 +13,7 @@ from holmes_hpc.fabric.nic_types import OWN_NETWORKS, NicType
 from holmes_hpc.fabric.nics import NodeNics, RdmaPort, candidates, data_interface
 from holmes_hpc.fabric.site import NicNames
 
-# These override the network chosen per group, wherever they are set.
+# Variables that override the network chosen for each process group, wherever they are set.
 FORBIDDEN = {
     "NCCL_NET": "overrides the network of every communicator",
     "NCCL_NET_PLUGIN": "replaces NCCL's own networks",
@@ -32,9 +32,9 @@ def matches(value: str, name: str, port: int | None = None) -> bool:
     """Return whether `value` selects the interface (NCCL_SOCKET_IFNAME) or device (NCCL_IB_HCA) `name`, or its `port`.
 
     The rule is that of parseStringList and matchIfList in NCCL's src/misc/utils.cc. A value is a list of names,
-    separated by commas. After a leading ``^``, the names in the list are excluded. After the next ``=``, names must be
-    equal; without it, they must start with the name in the list. ``:1`` after a name selects that port. An empty list
-    matches everything."""
+    separated by commas. A leading ``^`` excludes the listed names instead of selecting them. ``=`` before the list
+    requires equal names; without ``=``, `name` only has to start with a listed name. ``:1`` after a listed name selects
+    only that port. An empty list matches everything."""
     excludes, names = value.startswith("^"), value.removeprefix("^")
     is_exact, names = names.startswith("="), names.removeprefix("=")
 
@@ -49,10 +49,11 @@ def matches(value: str, name: str, port: int | None = None) -> bool:
 
 
 def restrict_nics(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str = "") -> NodeNics:
-    """Return `nics` limited to those that the site names for the job, else to those that NCCL's variables allow.
+    """Return `nics` limited to the NICs that the site names for its jobs or, without names, that `env` allows.
 
-    A variable in `env` only chooses among the usable NICs (no management ports). If it allows none of them, it has no
-    effect here, and :func:`refusals` reports it. SiteError if a named interface or device does not exist."""
+    NCCL's variables in `env` only choose among the usable NICs, which exclude management ports. A variable that allows
+    none of them is ignored here and reported by :func:`refusals`. Raise SiteError if the node lacks an interface or a
+    device that the site names."""
     where = f"node {node}" if node else "this node"
     sockets: tuple[str, ...] | None = None
     if names.ethernet is not None:
@@ -103,7 +104,7 @@ def _rdma_ports(nics: NodeNics, names: NicNames, env: Mapping[str, str], where: 
 
 
 def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
-    """Return whether `storage` lists a port: by its name or its device, or by a network of its address or its GID."""
+    """Return whether `storage` names the port, its device, or a network that contains its address or its GID."""
     owner = nics.interface(port.interface) if port.interface else None
     addresses = [ipaddress.ip_address(a) for a in (owner.address if owner else None, port.gid) if a]
     addresses += [a.ipv4_mapped for a in addresses if isinstance(a, ipaddress.IPv6Address) and a.ipv4_mapped]
@@ -115,10 +116,10 @@ def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
 def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
     """Return the variables (name -> value) that a rank on this node sets before its first NCCL call.
 
-    `nic`: the NIC type of its fabric. NCCL reads the variables once per process, for all groups. A value starts with
-    ``=``, because ``mlx5_1`` alone would also match ``mlx5_10``. There is no NCCL_IB_HCA if the node shows no RDMA
-    device (CPU nodes of the testbed, some containers) and the site names none. SiteError if there are devices, but no
-    usable port of that type."""
+    `nic`: the NIC type of the node's fabric. NCCL reads its variables once per process, for all process groups. Their
+    values start with ``=``, because ``mlx5_1`` without ``=`` would also match ``mlx5_10``. NCCL_IB_HCA is missing if
+    the node shows no RDMA device (CPU nodes of the testbed, some containers) and the site names none. Raise SiteError
+    if the node has RDMA devices but no usable port of type `nic`."""
     interface = data_interface(nics, NicType.ETHERNET, node).name
     values = {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface}
     if nic.verbs and not nics.ports and nics.hcas:
@@ -165,10 +166,10 @@ def refusals(
 ) -> list[Finding]:
     """Return a finding for each setting in `env`, or in NCCL's settings `files`, that would change a group's network.
 
-    `required`: the variables that training sets on this node (:func:`environment`). The same variable in `env` is an
-    error if it excludes one of their NICs, because somebody set it on purpose. If it allows more, training replaces it;
-    in `files`, the environment overrides it. `nic`: the NIC type of the fast groups. `network`: NCCL's name of their
-    network, possibly a plugin's."""
+    `required`: the variables that training sets on this node (:func:`environment`). A value in `env` that excludes a
+    NIC of `required` is an error, because somebody set it on purpose. A value that allows more NICs is not, because
+    training replaces it. The same holds for values in `files`, which the environment overrides. `nic`: the NIC type of
+    the process groups inside a fabric. `network`: NCCL's name of their network, possibly a plugin's."""
     where = f"node {node}" if node else "environment"
     findings: list[Finding] = []
     sources = [("", dict(env))] + [(str(f), read_conf(f)) for f in (conf_files(env) if files is None else files)]
@@ -222,8 +223,8 @@ def socket_settings(gbps: float, senders: int) -> dict[str, str]:
 def split_defaults(
     defaults: Mapping[str, str], env: Mapping[str, str], files: Sequence[Path] | None = None
 ) -> tuple[dict[str, str], list[str]]:
-    """Return (the variables of `defaults` that the site does not set, a text for each that it sets to another value).
-    A site sets variables in the environment or in one of NCCL's settings files."""
+    """Return (the variables of `defaults` that the site does not set, a text for each variable that the site sets to
+    another value). A site sets variables in the environment or in one of NCCL's settings files."""
     site_values = {}
     for path in reversed(conf_files(env) if files is None else files):
         site_values.update(read_conf(path))

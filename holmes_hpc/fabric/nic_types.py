@@ -6,9 +6,9 @@ from enum import Enum
 
 
 class NicType(str, Enum):
-    """The NIC type of a node's fast traffic.
-    EFA, Slingshot and Omni-Path need an NCCL plugin, so the site must declare them in its site file, as `holmes site`
-    does, or in its own file of features. Otherwise nodes with such NICs count as Ethernet nodes."""
+    """The type of the NICs that carry a node's fast traffic.
+    EFA, Slingshot and Omni-Path need an NCCL plugin. They are used only if the site declares them in its site file
+    (`holmes site` does) or in its own file of features. Otherwise nodes with such NICs count as Ethernet nodes."""
 
     IB = "ib"
     ROCE = "roce"
@@ -26,7 +26,7 @@ class NicType(str, Enum):
 
     @property
     def verbs(self) -> bool:
-        """True if NCCL's own IB transport uses it. Its RDMA ports are then in sysfs and selected by NCCL_IB_HCA."""
+        """True if NCCL's own IB transport uses this type. Its ports are then in sysfs, and NCCL_IB_HCA selects them."""
         return self in (NicType.IB, NicType.ROCE)
 
 

@@ -29,10 +29,10 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 class Nic:
     """A kernel network interface.
 
-    `type`: the type of traffic on it: IB for IPoIB, RoCE if a RoCE port belongs to it, else Ethernet. `address`,
-    `prefix`: its IPv4 address and prefix length. `gbps`: its rate; None if the kernel does not know it. `rdma`: the
-    RDMA ports behind it, as ``mlx5_0:1``. `member_of`: its bond or bridge. `carrier`: False if the interface is on and
-    the other end of its cable is off."""
+    `type`: IB for an IPoIB interface, RoCE for the interface of a RoCE port, otherwise Ethernet; `address`, `prefix`:
+    its IPv4 address and prefix length; `gbps`: its rate in Gb/s; None if the kernel does not know it; `rdma`: names of
+    the RDMA ports behind it (``mlx5_0:1``); `member_of`: the bond or bridge that it belongs to; `carrier`: False if the
+    interface is on but the other end of its cable is off."""
 
     name: str
     type: NicType
@@ -61,11 +61,12 @@ class Nic:
 class RdmaPort:
     """A port of an RDMA device.
 
-    `kind`: ``ib``, ``roce``, or another of the kernel's kinds (``iwarp``, ``omnipath``, ``efa``, ``usnic``), which
-    NCCL's IB transport does not use. `interface`: the kernel interface that owns it. `gid_index`/`gid`: its RoCE v2 GID
-    with an IPv4 address (only for display: NCCL finds it itself); of an InfiniBand port the first GID, whose upper half
-    is its subnet. `gpus`: indices, in PCI order, of the nearest GPUs. `pci`: the PCI path, root first. `physical`: for
-    a virtual function, the PCI address of its physical function."""
+    `kind`: ``ib``, ``roce``, or a kind that NCCL's IB transport does not use (``iwarp``, ``omnipath``, ``efa``,
+    ``usnic``); `interface`: the network interface that owns the port, or its bond; `gid`: of a RoCE port, the first
+    RoCE v2 GID with an IPv4 address; of an InfiniBand port, the first GID, whose upper half is the subnet prefix;
+    `gid_index`: index of a RoCE port's `gid`, only for display, because NCCL finds it itself; `gpus`: indices of the
+    nearest GPUs in PCI order; `pci`: the PCI path, root first; `physical`: PCI address of a virtual function's physical
+    function."""
 
     device: str
     port: int
@@ -88,12 +89,12 @@ class RdmaPort:
 
 @dataclass(frozen=True)
 class NodeNics:
-    """All NICs of one node. `gpus`: PCI addresses of its GPUs. `notes`: why NICs are not used, one line each.
+    """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: lines on NICs that are not used, and why.
 
-    `addressed`: False if the probe could not read addresses (a copied tree): then a missing address means nothing.
-    `verbs`: RDMA devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in some containers.
-    `sockets`, `hcas`: the only interfaces and ports (``mlx5_0:1``) allowed for sockets and RDMA (nccl.restrict_nics);
-    None: no limit."""
+    `addressed`: whether the probe could read addresses. In a copy of sysfs it cannot, so a missing address means
+    nothing. `verbs`: whether RDMA devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in
+    some containers; `sockets`, `hcas`: the only interfaces for sockets and the only ports (``mlx5_0:1``) for RDMA that
+    :func:`nccl.restrict_nics` allows; None: no limit."""
 
     interfaces: tuple[Nic, ...]
     ports: tuple[RdmaPort, ...] = ()
@@ -106,8 +107,8 @@ class NodeNics:
 
     @property
     def type(self) -> NicType:
-        """The NIC type for fast traffic: the one with the highest total rate of its compute ports, InfiniBand if equal.
-        So a storage card in Ethernet mode does not turn an IB node into a RoCE node."""
+        """The NIC type for fast traffic: the type whose compute ports have the highest total rate; InfiniBand if equal.
+        Thus a slower storage card in Ethernet mode does not turn an IB node into a RoCE node."""
         # A port of unknown rate counts more than no port.
         rates = {t: self.rdma_gbps(t) or 0.001 * len(self.compute_ports(t)) for t in (NicType.IB, NicType.ROCE)}
         if any(rates.values()):
@@ -119,16 +120,16 @@ class NodeNics:
         return NicType.ETHERNET
 
     def usable_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
-        """Return the active RDMA ports of a type; a RoCE port needs an owning interface."""
+        """Return the active RDMA ports of type `nic`, except RoCE ports without a network interface."""
         return tuple(
             p for p in self.ports if p.kind == nic.value and p.active and (nic is NicType.IB or p.interface is not None)
         )
 
     def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
-        """Return the usable ports that collectives run on: those in `hcas` if set, else those of the highest rate.
+        """Return the usable ports for collectives: the ports in `hcas` if it is set, else those with the highest rate.
 
-        A slower port of the same type is a storage card or has a bad cable; NCCL would run at its rate. A virtual
-        function is left out if its physical function is present, because they share a wire."""
+        A slower port of the same type is a storage card or has a bad cable, and would slow NCCL down to its rate. A
+        virtual function is left out if its physical function is present, because both share one wire."""
         usable = self.usable_ports(nic)
         if self.hcas is not None:
             return tuple(p for p in usable if p.name in self.hcas)
@@ -138,7 +139,8 @@ class NodeNics:
         return tuple(p for p in usable if self.port_gbps(p) == best_gbps)
 
     def port_gbps(self, port: RdmaPort) -> float:
-        """Return the rate of a port, 0 if unknown. On a bond it is the bond's; its RDMA device shows a member's."""
+        """Return the rate of a port in Gb/s; 0 if unknown. For a port on a bond it is the rate of the bond, because the
+        RDMA device may show the rate of one member only."""
         owner = self.interface(port.interface) if port.interface else None
         bond_gbps = owner.gbps if owner is not None and owner.driver == "bond" else None
         return max(port.gbps or 0.0, bond_gbps or 0.0)
@@ -149,7 +151,7 @@ class NodeNics:
 
     @property
     def plugin_network(self) -> tuple[NicType, float] | None:
-        """The network of this node that NCCL uses through a plugin, and its rate; None without one or a known rate."""
+        """(Type, Gb/s) of the fastest network that NCCL uses through a plugin; None if none has a known rate."""
         ports = [(p.kind, p.gbps) for p in self.ports if p.active and p.kind in (NicType.EFA, NicType.OMNIPATH)]
         ports += [(NicType.SLINGSHOT, n.gbps) for n in self.interfaces if n.up and n.driver.startswith("cxi")]
         rates = {NicType(kind): sum(gbps or 0.0 for k, gbps in ports if k == kind) for kind, _ in ports}
@@ -162,9 +164,9 @@ class NodeNics:
 def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
     """Return the interfaces that could carry `nic` traffic, the best first.
 
-    These come first, in this order of importance: up, with an address, not for management, fast, plain Ethernet rather
-    than RoCE; then by name. Loopback, container bridges, IPoIB and members of a bond are never included, unless
-    `sockets` names them."""
+    The criteria, in order of importance: the interface is up, has an address, is not for management, has a high rate,
+    has exactly the type `nic`; then its name. Loopback, container bridges and members of a bond are left out, and IPoIB
+    for Ethernet traffic. For Ethernet traffic, `sockets` overrides this choice if it is set."""
     if nics.sockets is not None and not nic.rdma:
         possible = [n for n in nics.interfaces if n.name in nics.sockets]
     else:
@@ -180,9 +182,9 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
 
 
 def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
-    """Return the kernel interface for `nic` traffic of this node, which is up and has an IPv4 address.
+    """Return the best interface for `nic` traffic. Raise SiteError unless it is up and has an IPv4 address.
 
-    SiteError if there is none. `node`: the node's name, for the error."""
+    `node`: the node's name, for the error message."""
     where, ports = f"node {node}" if node else "this node", ", ".join(p.name for p in nics.usable_ports(nic))
     interfaces = candidates(nics, nic)
     if not interfaces:

@@ -42,15 +42,16 @@ JOB_NODES = 16  # the most nodes that one job asks
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts about one node, from its kernel.
+    """The facts that one node reports about itself.
 
-    `expected_features`: those that `holmes label` sets for its NICs. `ethernet`, `address`, `network`: name, address
-    and IPv4 network of its Ethernet interface; `trouble`: why it has none, and a hint. `ipoib`: IPoIB interfaces, which
-    NCCL would prefer. `findings`: differences from Slurm's features, and settings that change a group's network.
-    `skew_s`: its clock minus that of the asking machine. `software`: name -> version. `missing`: the asking machine's
-    file if the node does not see it. `hca`: its RDMA ports of type `nic`, if it also has ports of another type.
-    `plugin`: features of its network for which NCCL needs a plugin, if no verbs network is there. `gpu`,
-    `gpu_memory_gib`, `gpus`: name and memory of its first GPU by nvidia-smi, and their number."""
+    `expected_features`: the features that `holmes label` sets for its NICs; `ethernet`, `address`, `network`: name,
+    IPv4 address and IPv4 network of its Ethernet interface; `trouble`: why it has no such interface, and a hint;
+    `ipoib`: IPoIB interfaces, which NCCL would prefer for sockets; `findings`: differences from Slurm's features, and
+    settings that change a process group's network; `skew_s`: seconds by which its clock is ahead of the asking
+    machine's; `software`: name -> version; `missing`: the shared file, if the node does not see it; `hca`: its ports
+    for collectives, set only if it has both IB and RoCE ports; `plugin`: features of a network for which NCCL needs a
+    plugin, set only without IB and RoCE; `gpu`, `gpu_memory_gib`, `gpus`: name and memory (GiB) of its first GPU, and
+    its number of GPUs, by nvidia-smi."""
 
     node: str
     nic: NicType
@@ -80,8 +81,8 @@ def facts_of(
     files: Sequence[Path] | None = None,
     vocabulary: str | None = None,
 ) -> Facts:
-    """Return the facts of a node with these NICs. `features`: Slurm's for it; None if Slurm does not know the node.
-    `env`, `files`: the environment and NCCL's settings files on the node."""
+    """Return the facts of a node with these NICs. `features`: the node's features in Slurm; None if Slurm does not know
+    the node. `env`, `files`: the environment variables and NCCL's settings files on the node."""
     ethernet: dict[str, Any] = {}
     try:
         nics = as_labelled(nics, features or (), env, vocabulary, node)
@@ -109,17 +110,17 @@ def facts_of(
 def as_labelled(
     nics: NodeNics, features: Sequence[str], env: Mapping[str, str], vocabulary: str | None = None, node: str = ""
 ) -> NodeNics:
-    """Return `nics` limited to those that the node's `features` name (:func:`nccl.restrict_nics`)."""
+    """Return `nics` limited to the NICs that `features` name or that `env` allows (:func:`nccl.restrict_nics`)."""
     return restrict_nics(nics, read_features(features, read_vocabulary(vocabulary)).names, env, node)
 
 
 def ask_nodes(
     nodes: Iterable[Node], settings: NodeSettings = NodeSettings(), shared: Path | None = None
 ) -> tuple[list[Facts], list[Finding]]:
-    """Ask all idle `nodes`. Return their facts, and findings for nodes that were busy or did not answer.
+    """Ask all idle `nodes` by short jobs. Return their facts, and findings for nodes that were busy or did not answer.
 
-    The nodes need this Python, as for training. A node that fails or hangs does not affect others. `settings`: of the
-    jobs that ask; `shared`: a file that the nodes should see."""
+    The jobs run this Python, so the nodes must have it, as for training. A node that fails or hangs does not affect
+    other nodes. `settings`: the settings of the jobs; `shared`: a file that the nodes should see."""
     partitions, _ = usable_partitions(read_partitions(), settings)
     jobs: list[Job] = []
     unanswered: list[Finding] = []
@@ -152,7 +153,8 @@ def ask_nodes(
 
 
 def answer_limit_s(node_count: int) -> int:
-    """Return the seconds within which nodes must answer; they all start Python from one shared file system."""
+    """Return the time limit, in seconds, for the answers of nodes. It grows with the number of nodes, because all of
+    them start Python from one shared file system."""
     return 30 + node_count // 10
 
 
@@ -185,9 +187,10 @@ def _unanswered(level: str, nodes: Sequence[Node | str], reason: str) -> Finding
 
 @dataclass(frozen=True)
 class Job:
-    """A short job that asks nodes of a partition for their facts: those in `node_names`, or any one node if empty.
-    `options`: of srun, for this job, in place of the same ones of all jobs; `wait_s`: the longest wait for Slurm to
-    start it; `setup`: further shell lines; `python`: the command that starts Python, by default this one."""
+    """A short job that asks nodes of a partition for their facts. `node_names`: the nodes to ask; empty: any one node;
+    `options`: srun options of this job, which replace the same options of all jobs; `wait_s`: the longest wait for
+    Slurm to start the job, in seconds; `setup`: shell lines to run after the `setup` of all jobs; `python`: the command
+    that starts Python; empty: the Python of this process."""
 
     partition: str
     node_names: tuple[str, ...] = ()
@@ -198,16 +201,17 @@ class Job:
 
 
 def gpu_option(types: Sequence[str], count: int) -> tuple[str, ...]:
-    """Return srun's option for `count` GPUs per node, of the type that GRES names if it is only one; none for 0."""
+    """Return the srun option that requests `count` GPUs per node; no option for 0.
+    It requests a GPU type if `types`, the types that GRES names, has exactly one."""
     kind = f"{types[0]}:" if len(types) == 1 and types[0] else ""
     return (f"--gpus-per-node={kind}{count}",) if count else ()
 
 
 def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None) -> list[tuple[list[Facts], str]]:
-    """Run the jobs at the same time. Return each one's facts, and an error message; empty if it succeeded.
+    """Run the jobs at the same time. Return (facts of its nodes, error message; empty on success) for each job.
 
-    Account and QOS default to those that sbatch would take from the environment. A job for any node, and no other,
-    uses the reservation of `settings`."""
+    Account and QOS default to the values that sbatch would take from the environment. The reservation of `settings`
+    applies only to jobs without `node_names`."""
     files = (("--vocabulary", settings.vocabulary), ("--shared", str(shared or "")))
     arguments = [text for option, path in files if path for text in (option, os.path.abspath(path))]
     limit_s = answer_limit_s(sum(len(job.node_names) for job in jobs))
@@ -260,7 +264,7 @@ def node_name() -> str:
 
 
 def check_here(nics: NodeNics, vocabulary: str | None = None, name: str | None = None) -> list[Finding]:
-    """Compare these NICs with Slurm's features for this node, or for `name` (`holmes probe --check`)."""
+    """Return the differences between `nics` and the features that this node, or the node `name`, has in Slurm."""
     name = name or node_name()
     node = read_node(name)
     if node is None:

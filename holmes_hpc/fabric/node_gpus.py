@@ -8,11 +8,11 @@ from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nodes import SiteNode
 from holmes_hpc.fabric.site import CPU, Gpu
 
-# A feature with a size only: 80gb, gpu80, hbm80g, gpu_mem:80GB. A plain number or 40g may be anything.
+# A feature that states only a memory size: 80gb, gpu80, hbm80g, gpu_mem:80GB. A plain number, or 40g, may be anything.
 _SIZE = re.compile(r"(?:(?:gpu|hbm|v?ram|mem)[\W_]?)+(\d+)(?:gi?b?)?|(\d+)gi?b", re.IGNORECASE)
 _HOST_MEMORY = re.compile(r"(mem|ram)", re.IGNORECASE)
 _FORM_FACTOR = re.compile("pcie|sxm|nvl|hgx|dgx", re.IGNORECASE)
-_KIND = re.compile(r"(.*)-(\d+)gb")  # a kind of the table with several sizes
+_KIND = re.compile(r"(.*)-(\d+)gb")  # a GPU kind that exists with several memory sizes: a100-80gb
 
 
 UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
@@ -20,8 +20,9 @@ UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200
 
 @dataclass(frozen=True)
 class NodeGpus:
-    """The GPUs of a node. `gpu`: their kind, CPU without GPUs; `count`: of them, or of CPU ranks; `gres_type`: the one
-    type that GRES names, which jobs request; `assumptions`: lines for the user."""
+    """The GPUs of a node. `gpu`: their kind; CPU if the node has none; `count`: number of GPUs, or of CPU ranks on a
+    node without GPUs; `gres_type`: the GPU type that jobs request; None unless GRES names exactly one type;
+    `assumptions`: lines for the user."""
 
     gpu: Gpu
     count: int = 0
@@ -30,7 +31,7 @@ class NodeGpus:
 
 
 def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
-    """Return the GPUs of a node. GPUs of several kinds count as the slowest, with the least memory of all."""
+    """Return the GPUs of a node. If their kinds differ, all count as the slowest kind with the smallest memory."""
     if not node.gpus:
         ranks = next((m.ranks for m in node.reading.meanings if m.ranks), 1)
         return NodeGpus(CPU, ranks, assumptions=(f"no GPU in Slurm's GRES: {ranks} CPU rank(s) per node",))
@@ -52,8 +53,8 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
 
 
 def _form_factor_assumption(gpu: Gpu, name: str, node: SiteNode, vocabulary: Vocabulary) -> str | None:
-    """Return the assumption that the GPU is SXM, if its kind also exists as PCIe and neither `name` nor the features
-    show the form factor; else None."""
+    """Return a line that assumes the GPU to be SXM; None if nothing is assumed. The line is needed if the GPU kind also
+    exists as PCIe, and neither `name` nor the node's features show the form factor."""
     pcie = next(
         (kind.name for _, kind in vocabulary.gpus if kind.name.startswith(f"{gpu.name.split('-')[0]}-pcie")), ""
     )
@@ -64,7 +65,7 @@ def _form_factor_assumption(gpu: Gpu, name: str, node: SiteNode, vocabulary: Voc
 
 
 def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
-    """Return the first feature that names a GPU kind, or the kind that a rule gives; empty without any."""
+    """Return the first feature that means a GPU, or the kind that a rule gives it; empty without such a feature."""
     meaning = next((m for m in node.reading.meanings if m.gpu), None)
     if meaning is None:
         return ""
@@ -72,10 +73,10 @@ def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
 
 
 def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple[Gpu | None, str | None]:
-    """Return (the GPU that `name` means on this node, an assumption about its memory); (None, None) if unknown.
+    """Return (the GPU that `name` means on this node, an assumption about its memory or None).
 
-    If `name` does not say the memory, the node's GRES or features that give one size decide (`a100-80gb`, `80g`).
-    Otherwise the smallest variant is assumed."""
+    If `name` is unknown, the GPU is None. If `name` does not state the memory size, the node's GRES and features decide
+    (`a100-80gb`, `80gb`), provided that they state only one size. Otherwise the smallest size is assumed."""
     gpu = vocabulary.gpu(name)
     kind = _KIND.fullmatch(gpu.name) if gpu else None
     if gpu is None or kind is None:

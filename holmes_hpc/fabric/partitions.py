@@ -28,11 +28,13 @@ class PoolJob:
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The user's settings for reading nodes. `vocabulary`: the site's own file of features; None: HOLMES_FEATURES.
-    `partitions`: use only these; empty: all. `account`, `qos`, `reservation`: of the job; None: not known.
-    `setup`, `job_options`: shell lines and srun options of the short jobs that ask nodes. `associations`, `groups`: the
-    user's, for settings that are None; empty: not known. `pools`: {pool, or its nodes: what its short jobs add to
-    `setup` and `job_options`}."""
+    """The user's settings for reading Slurm's nodes, and for short jobs that ask nodes for facts.
+
+    `vocabulary`: the site's own file of features; None: the file in HOLMES_FEATURES; `partitions`: the only partitions
+    to use; empty: all; `account`, `qos`, `reservation`: those of the user's jobs; None: not known; `setup`,
+    `job_options`: shell lines and srun options of the short jobs; `associations`: accounts and QOS that the user may
+    use, in place of an unknown `account` or `qos`; `groups`: the user's Unix groups; empty: not known; `pools`: name of
+    a pool or a node -> additional settings of the short jobs there (:class:`PoolJob`)."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
@@ -47,8 +49,8 @@ class NodeSettings:
 
 
 def with_associations(settings: NodeSettings, partitions: Sequence[Partition]) -> NodeSettings:
-    """Return the settings with the user's groups, and with associations if a partition admits only some accounts or
-    QOS. Slurm admits root regardless of groups."""
+    """Return the settings with the user's Unix groups, and with associations if a partition limits accounts or QOS.
+    Root gets no groups, because Slurm admits root to a partition regardless of groups."""
     groups = set[str]()
     for number in {os.getegid(), *os.getgroups()} if os.geteuid() else ():
         with contextlib.suppress(KeyError):  # a group without a name
@@ -61,9 +63,10 @@ def with_associations(settings: NodeSettings, partitions: Sequence[Partition]) -
 def usable_partitions(
     partitions: Sequence[Partition], settings: NodeSettings
 ) -> tuple[dict[str, Partition], list[tuple[Partition, str]]]:
-    """Return (name -> partition that the job may use, the other open ones with the reason).
+    """Return ({name: partition} that a job may use, (partition, reason) pairs of the other open partitions).
 
-    A partition for special jobs is used only if the user names it, or if it has nodes that no other partition has."""
+    A partition for special jobs (such as debug or preemptible jobs) is used only if the user names it, or if it has
+    nodes that no ordinary partition has."""
     asked_for = [p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)]
     reasons = [(p, _refusal(p, settings)) for p in asked_for]
     allowed = [p for p, reason in reasons if reason is None]
@@ -77,7 +80,7 @@ def usable_partitions(
 
 
 def _refusal(p: Partition, settings: NodeSettings) -> str | None:
-    """Return why the partition takes no job of the user; None if it does, as far as is known."""
+    """Return why the partition does not accept the user's jobs; None if it accepts them, as far as is known."""
     if p.root_only:
         return "only root may use it"
     if p.hidden and p.name not in settings.partitions:
@@ -95,8 +98,9 @@ def _refusal(p: Partition, settings: NodeSettings) -> str | None:
 
 
 def _limit(p: Partition, accounts: Sequence[str], qos: str | None) -> str | None:
-    """Return why the partition takes no job of this account and QOS; None if it does, or if they are not known.
-    `accounts`: the account and those above it. Recent releases of Slurm admit accounts below an allowed one."""
+    """Return why the partition does not accept jobs of this account and QOS; None if it accepts them, or if both are
+    unknown. `accounts`: the account and its parents, because recent releases of Slurm admit the children of an allowed
+    account."""
     allowed, denied = ({name.lower() for name in names} for names in (p.allow_accounts, p.deny_accounts))
     account = accounts[0].lower() if accounts else ""
     cases = (
@@ -119,24 +123,27 @@ def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
 
 
 def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
-    """Return whether each of the `nodes` outside the partition `chosen` is in a partition without nodes of `chosen`."""
+    """Return whether jobs can still select all `nodes` outside the partition `chosen`: each of them must be in an open
+    partition that has none of the `nodes` in `chosen`."""
     selected = {n.name for n in nodes if chosen.name in n.partitions}
     free = {name for name, p in open_.items() if selected.isdisjoint(p.nodes)}
     return all(not free.isdisjoint(n.partitions) for n in nodes if n.name not in selected)
 
 
-_Criterion = tuple[float | bool | str, str]  # a value, better if smaller; why a partition with a larger one is worse
+_Criterion = tuple[float | bool | str, str]  # (value: smaller is better, why a partition with a larger value is worse)
 
 
 def ranked_partitions(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> dict[Partition, str]:
-    """Return {partition: why it ranks behind the best} for `options`, which have some of `members`, the best first.
-    The reason is empty for the best, and for a partition that lacks some of the members in the best.
+    """Rank the partitions in `options` for jobs on the nodes `members`. Return {partition: reason}, best first.
+    The reason says why the partition is not the best. It is empty for the best, and for a partition that lacks some of
+    the best one's members.
 
-    The best has most members that one job may use, then fewest other nodes, most members, the longest time limit, the
-    highest node limit and priority, is not the default partition, and comes first by name. `purest`: the best allows a
-    job all its members, then has fewest nodes of other NIC types, and so on. `everyone`: all eligible nodes."""
+    The criteria, in order of importance: most members that one job may use, fewest other nodes, most members, longest
+    time limit, highest node limit, highest priority, not the default partition, first by name. With `purest`, the first
+    two are: one job may use all members in the partition, fewest nodes of other NIC types. `everyone`: all eligible
+    nodes."""
     names, nic = {n.name for n in members}, members[0].reading.nic
     other_names = {n.name for n in everyone if (n.reading.nic is not nic if purest else n.name not in names)}
 

@@ -28,7 +28,7 @@ def read_text(path: Path) -> str:
 
 
 def addresses() -> dict[str, tuple[str, int]]:
-    """Return interface -> (its first IPv4 address, prefix length), for this machine's interfaces with an address."""
+    """Return {interface: (first IPv4 address, prefix length)} for this machine's interfaces with an IPv4 address."""
     by_interface: dict[str, tuple[str, int]] = {}
     for name, entries in psutil.net_if_addrs().items():
         for address in entries:
@@ -46,9 +46,9 @@ def probe(
 ) -> NodeNics:
     """Return this node's NICs, or those in a copy of its sysfs (`cp -a /sys/class/net /sys/class/infiniband …`).
 
-    `ipv4`: interface -> (address, prefix length); by default this machine's for ``/sys``, and none for a copy, which
-    has only the addresses in RoCE's GIDs. `read`: reads one file (tests make it fail as kernels do). `dev`: the
-    folder of device files, by default ``/dev`` if `sysfs` is ``/sys``."""
+    `ipv4`: interface -> (address, prefix length). The default is this machine's addresses for ``/sys``. It is empty for
+    a copy, which holds only the addresses in RoCE GIDs. `read`: the function that reads one file, so that tests can
+    imitate read errors of the kernel. `dev`: the folder of device files; the default is ``/dev`` for ``/sys``."""
     notes: list[str] = []
     tree = _Tree(sysfs, read)
     if ipv4 is None:
@@ -87,7 +87,7 @@ def probe(
 
 
 class _Tree:
-    """A reader of a sysfs tree. An entry that is missing or cannot be read is None; a folder's names are then empty."""
+    """A reader of a sysfs tree. It returns None for a missing or unreadable file, and no names for such a folder."""
 
     def __init__(self, root: Path, read: Reader) -> None:
         self.root, self._read = root, read
@@ -204,7 +204,7 @@ def gid_address(gid: str) -> str | None:
 
 
 def _find_owner(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
-    """Return the network interface on the same PCI function, for a port without a GID that names it."""
+    """Return the network interface on the PCI function of an RDMA device, for a port whose GIDs name no interface."""
     names = tree.names(f"class/infiniband/{device}/device/net")
     if not names and pci:
         names = [name for name in tree.names("class/net") if tree.pci_path(f"class/net/{name}/device") == pci]
@@ -244,7 +244,7 @@ def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping
         rdma=tuple(p.name for p in own_ports),
         member_of=tree.target(f"{base}/master"),
         driver=driver,
-        # The kernel knows it only while the interface is on.
+        # The kernel knows the carrier only while the interface is on.
         carrier=tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown",
     )
 
@@ -257,7 +257,8 @@ def _is_up(tree: _Tree, base: str) -> bool:
 
 
 def _read_speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:
-    """Return the rate of an interface in Gb/s: of its RDMA `ports` if known, else the kernel's; None if unknown."""
+    """Return the rate of an interface in Gb/s: the total of its RDMA `ports` if known (except on a bond), otherwise the
+    speed that the kernel reports; None if unknown."""
     if ports and ports[0].gbps and not is_bond:
         return sum(p.gbps or 0 for p in ports)
     if not is_bond and "virtual" in (tree.root / base).resolve().parts:

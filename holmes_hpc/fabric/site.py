@@ -14,8 +14,8 @@ from holmes_hpc.fabric.nic_types import NCCL_NETWORKS, NicType
 from holmes_hpc.schema import Checked, check, key, make
 from holmes_hpc.slurm.hostlist import expand
 
-# Implementations of attention: FlashAttention-2 or later, its first version, torch's own fused one, Megatron-LM's fused
-# softmax between two batched products, separate operations.
+# Implementations of attention: FlashAttention-2, FlashAttention-1, FlashAttention-3, torch's own fused attention,
+# Megatron-LM's fused softmax between two batched matrix multiplications, separate operations.
 ATTENTION = ("flash", "flash1", "flash3", "sdpa", "softmax", "unfused")
 FLASH_ATTENTION = ATTENTION[:3]
 FUSED_ATTENTION = ATTENTION[:4]  # scores stay on the chip
@@ -25,7 +25,7 @@ _WITHOUT_BF16 = re.compile(r"(?:^|[\W_]|gpu)([vp]100|t4)(?!\d)|rtx.?[68]000(?!.*
 
 @dataclass(frozen=True)
 class Gpu(Checked, where="gpu {0.name}", error=SiteError):
-    """One accelerator, and the kernels of its software, if known."""
+    """A kind of accelerator, with the attention and norm kernels of its software if they are known."""
 
     name: Annotated[str, key("name of the GPU kind, as in `holmes nodes`")]
     peak_tflops: Annotated[float, key("dense bf16 or fp16", unit="TFLOP/s", gt=0)]
@@ -47,7 +47,7 @@ class Gpu(Checked, where="gpu {0.name}", error=SiteError):
 
 
 def auto_dtype(gpus: Iterable[Gpu]) -> str:
-    """Return the type that ``train.dtype=auto`` means on these GPUs together: fp16 if one of them lacks bf16."""
+    """Return the type that ``train.dtype=auto`` selects: fp32 with CPUs, bf16 if all GPUs support it, else fp16."""
     kinds = tuple(gpus)
     return "fp32" if any(gpu.is_cpu for gpu in kinds) else "bf16" if all(gpu.has_bf16 for gpu in kinds) else "fp16"
 
@@ -64,7 +64,7 @@ _STORAGE = (
 
 @dataclass(frozen=True)
 class NicNames:
-    """The NICs that the site names for its jobs. For the rest, a rank chooses from the NICs that its kernel shows."""
+    """The NICs that the site names for its jobs. For an unset key, a rank chooses from the NICs of its kernel."""
 
     ethernet: Annotated[str | None, key("interface of the sockets: bond0")] = None
     hca: Annotated[tuple[str, ...], key("RDMA devices or ports: [mlx5_0, 'mlx5_1:1']")] = ()
@@ -79,7 +79,7 @@ class NicNames:
                 ipaddress.ip_network(entry, strict=False)
 
     def over(self, fallback: "NicNames") -> "NicNames":
-        """Return these names, completed by those of `fallback`."""
+        """Return these names, with the names of `fallback` for unset keys."""
         return NicNames(self.ethernet or fallback.ethernet, self.hca or fallback.hca, self.storage or fallback.storage)
 
 
@@ -92,11 +92,11 @@ _NEWER_KEYS = (
 
 @dataclass(frozen=True)
 class Pool(Checked, where="pool {0.name}", error=SiteError):
-    """Alike nodes of one fabric: the same GPUs, NICs, partition and constraint.
+    """Nodes of one fabric that have the same GPUs, NICs, partition and constraint.
 
-    Pools that name the same fabric form it. Their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet.
-    A pool without a fabric is its own, of the same name. Rates are those of one node, in Gb/s (1e9 bit/s);
-    `rdma_gbps` is None if `nic` is ethernet."""
+    Pools with the same `fabric` form that fabric: their nodes reach each other by RDMA, or by Ethernet if `nic` is
+    ethernet. A pool with an empty `fabric` is a fabric by itself, with the pool's name. Rates are those of one node, in
+    Gb/s (1e9 bit/s). `rdma_gbps` is None if `nic` is ethernet."""
 
     name: Annotated[str, key("name of the pool")]
     nic: Annotated[NicType, key("NIC type of its fast traffic", one_of=tuple(NicType))]
@@ -169,7 +169,7 @@ class Pool(Checked, where="pool {0.name}", error=SiteError):
 
     @property
     def nccl_network(self) -> str:
-        """NCCL's name of the network of its fast traffic: RDMA, or Ethernet if it has none."""
+        """NCCL's name of the network for traffic inside the pool's fabric: RDMA, or Ethernet without RDMA."""
         return self.nccl_net or NCCL_NETWORKS[self.nic]
 
     @property
@@ -178,7 +178,7 @@ class Pool(Checked, where="pool {0.name}", error=SiteError):
 
     @property
     def data_gbps(self) -> float:
-        """The rate of the NIC for traffic inside this pool."""
+        """The rate of one node, in Gb/s, for traffic inside this pool: RDMA, or Ethernet without RDMA."""
         return self.rdma_gbps if self.rdma_gbps is not None else self.ethernet_gbps
 
 
@@ -208,7 +208,7 @@ class FabricLink:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data. A missing total is left out: older files lack it."""
+        """Return plain data. `total_gbps` is left out if it is None, because older files lack the key."""
         data = {**asdict(self), "between": list(self.between)}
         return {name: value for name, value in data.items() if name != "total_gbps" or value is not None}
 
@@ -272,11 +272,11 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return next((link for link in self.links if frozenset(link.between) == {sender, receiver}), None)
 
     def rate_gbps(self, transport: str, sender: Pool, receiver: Pool | None = None, nodes: float = 1) -> float:
-        """Return the nominal rate, without efficiency, from one node of `sender` to one of `receiver`.
+        """Return the nominal rate (efficiency 1), in Gb/s, from one node of `sender` to one node of `receiver`.
 
         `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `receiver`: None
-        means the same pool. `nodes`: of `sender`, sending to `receiver` at once; they share the link's `total_gbps`
-        equally."""
+        means `sender`. `nodes`: the number of nodes of `sender` that send to `receiver` at the same time. They share
+        the link's `total_gbps` equally."""
         link = self._link_used(transport, sender, receiver)
         if transport == "rdma":
             return min(pool.data_gbps for pool in (sender, receiver or sender))
@@ -284,8 +284,8 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return gbps if link is None else min(link.gbps or gbps, (link.total_gbps or math.inf) / nodes)
 
     def delay_s(self, transport: str, sender: Pool, receiver: Pool | None = None) -> float:
-        """Return the one-way delay that a link adds to the latency of the fabrics' networks.
-        Arguments as in :meth:`rate_gbps`."""
+        """Return the one-way delay, in seconds, that the link between two fabrics adds to their networks' latency.
+        The arguments are those of :meth:`rate_gbps`."""
         link = self._link_used(transport, sender, receiver)
         return link.delay_ms / 1e3 if link is not None else 0.0
 
@@ -295,7 +295,7 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return self.link(sender.fabric_name, receiver.fabric_name)
 
     def nccl_network(self, nic: NicType | None, fabric: str | None = None) -> str | None:
-        """Return NCCL's name of the network of `fabric` for RDMA, else of NICs of type `nic`; None without either."""
+        """Return NCCL's name of the fast network of `fabric`, or of `nic` without a fabric; None without both."""
         if fabric is not None:
             return self.fabrics[fabric][0].nccl_network
         return NCCL_NETWORKS[nic] if nic is not None else None
@@ -306,7 +306,7 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return min(self.rate_gbps(transport, *ends, nodes) for ends in zip(pools, [*pools[1:], pools[0]], strict=True))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for :meth:`from_dict`. Pools that are fabrics by themselves are listed as `fabrics`."""
+        """Return plain data for :meth:`from_dict`. If each pool is a fabric by itself, the key is `fabrics`."""
         pools: list[dict[str, Any]] = json.loads(json.dumps([asdict(pool) for pool in self.pools]))
         pools = [{k: v for k, v in pool.items() if v or k not in _NEWER_KEYS} for pool in pools]
         for pool in pools:
@@ -317,12 +317,12 @@ class Site(Checked, where="site {0.name}", error=SiteError):
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "Site":
-        """Return the site of the data from :meth:`to_dict` (fabric/site_file.py reads site files)."""
+        """Return the site from the data of :meth:`to_dict`. Site files are read by fabric/site_file.py."""
         return make(cls, with_pools(data), "site", SiteError)
 
 
 def with_pools(data: Any) -> Any:
-    """Return the plain data of a site with its `fabrics`, if pools are listed so, as `pools`."""
+    """Return the plain data of a site with the key `fabrics` renamed to `pools`, unless it already has `pools`."""
     if not isinstance(data, Mapping) or "pools" in data:
         return data
     return {"pools" if k == "fabrics" else k: v for k, v in data.items()}

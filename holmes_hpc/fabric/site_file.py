@@ -1,4 +1,4 @@
-"""Site files: planning without a Slurm, or for hardware not bought yet (docs/howto.md)."""
+"""Site files, for planning without Slurm or for hardware that is not bought yet (docs/howto.md)."""
 
 import math
 import os
@@ -19,13 +19,13 @@ from holmes_hpc.slurm.hostlist import expand
 ETHERNET_GBYTES = (1.25, 3.125, 6.25, 12.5)  # GB/s of Ethernet of 10, 25, 50 and 100 Gb/s
 TOLERANCE = 1.5  # largest plausible ratio to a data sheet's figure
 IB_GBYTES = (12.5, 25.0)  # GB/s of EDR and HDR; NDR's 50 is left out, because two older ports have 50 Gb/s
-# The highest plausible rates and sizes: a value above was given in another unit.
+# The highest plausible rates and sizes. A higher value was probably given in another unit.
 MAX_VALUES = {"ethernet_gbps": 6400, "rdma_gbps": 25600, "gbps": 6400, "total_gbps": 1e5, "intra_node_gbps": 1e5}
 MAX_VALUES |= {"peak_tflops": 1e5, "memory_gib": 4096, "delay_ms": 1e4, "gpus_per_node": 1024}
 MAX_VALUES["nodes"] = 65_533  # of a Slurm cluster
 MIN_GBPS = 0.001
 FIGURES = ("peak_tflops", "memory_gib", "intra_node_gbps")  # from a GPU kind's data sheet
-# Values for the keys that a fabric leaves to its pools, to check its other keys.
+# Placeholders for the keys that a fabric leaves to its pools, so that its other keys can be checked.
 _STAND_INS = {"nic": "ib", "partition": "p", "nodes": 1, "gpus_per_node": 1, "ethernet_gbps": 1.0, "gpu": CPU}
 _HINT = "see docs/site-file.md"
 
@@ -50,7 +50,7 @@ class SiteFile(Checked, where="site {0.name}", error=SiteError):
 
 
 def read_site_file(path: str | os.PathLike[str]) -> Site:
-    """Return the Site that a YAML file describes. SiteError names the file and the place in it."""
+    """Return the Site that a YAML file describes. Raise SiteError with the file and the place of a mistake."""
     data = read_yaml(path, SiteError, _HINT)
     if "stages" in data and "fabrics" not in data:
         hint = f"a plan contains its site: give plan_file={path}"
@@ -62,9 +62,9 @@ def read_site_file(path: str | os.PathLike[str]) -> Site:
 
 
 def parse_site(data: Mapping[str, Any]) -> Site:
-    """Return the Site in the parsed YAML `data`. SiteError with all mistakes of its parts."""
+    """Return the Site in the parsed YAML `data`. Raise SiteError with all mistakes in its keys."""
     errors = list[HolmesError]()
-    # If the keys outside of fabrics and pools are wrong, these stand in for them, so that the rest is checked too.
+    # If keys outside of fabrics and pools are wrong, this placeholder replaces them, so that the rest is checked too.
     site_file = SiteFile("", _entries(data, "fabrics"), _entries(data, "pools"), 1.0, CPU)
     with collected(errors):
         site_file = make(SiteFile, _with_figures(data), "site", SiteError)
@@ -100,7 +100,7 @@ def _guesses(data: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _pool_entry(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the keys of a pool over those of its fabric, as they stand in the file."""
+    """Return the keys of a pool as written in the file, completed by the keys of its fabric."""
     fabrics, pools = ([e for e in _entries(data, k) if isinstance(e, Mapping)] for k in ("fabrics", "pools"))
     pool = next((entry for entry in pools if entry.get("name") == name), {})
     return {**next((entry for entry in fabrics if entry.get("name") == pool.get("fabric")), {}), **pool}
@@ -112,7 +112,7 @@ def _entries(data: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 
 
 def _pools(site_file: SiteFile, errors: list[HolmesError]) -> list[Pool]:
-    """Return the pools of a site file, without those that are wrong, whose mistakes are added to `errors`."""
+    """Return the valid pools of a site file. Add the mistakes in the other pools to `errors`."""
     defaults = {k: v for k, v in (("ethernet_gbps", site_file.ethernet_gbps), ("gpu", site_file.gpu)) if v is not None}
     fabrics, pools, fabric_of = list[tuple[str, Any]](), list[Pool](), dict[int, str]()  # pool -> its fabric's place
     for position, entry in enumerate(site_file.fabrics, 1):
@@ -122,7 +122,7 @@ def _pools(site_file: SiteFile, errors: list[HolmesError]) -> list[Pool]:
     for position, entry in enumerate(site_file.pools, 1):
         with collected(errors):
             fabric_of[position] = _fabric_place(entry, position, places if has_all_fabrics else ())
-    mistakes = list[HolmesError]()  # in fabrics with pools, which each of their pools would repeat
+    mistakes = list[HolmesError]()  # of fabrics with pools; each of their pools would report them again
     for where, values in fabrics:
         entries = [e for n, e in enumerate(site_file.pools, 1) if fabric_of.get(n) == where and isinstance(e, Mapping)]
         with collected(mistakes if entries else errors):
@@ -142,7 +142,7 @@ def _pools(site_file: SiteFile, errors: list[HolmesError]) -> list[Pool]:
 
 
 def _check_shared_keys(values: Mapping[str, Any], entries: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raise SiteError for mistakes in the keys of a fabric with pools `entries`, and for nodes of its own."""
+    """Raise SiteError for mistakes in the keys of a fabric that has pools (`entries`), or for nodes in no pool."""
     hint = "make a pool of them, or remove nodes from the fabric"
     has_nodes = "nodes" in values and all("nodes" in entry for entry in entries)
     SiteError.refuse(where, (has_nodes, "it has nodes of its own, and pools", hint))
@@ -154,7 +154,7 @@ def _check_shared_keys(values: Mapping[str, Any], entries: Sequence[Mapping[str,
 
 
 def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, Any]) -> tuple[str, Any]:
-    """Return the place of a fabric or pool for errors (``fabric ib-a``), and its keys over those of `defaults`."""
+    """Return (the place of a fabric or pool for error messages: ``fabric ib-a``, its keys completed by `defaults`)."""
     if not isinstance(entry, Mapping):
         return f"{kind} {position}", entry
     where = f"{kind} {entry['name'] if isinstance(entry.get('name'), str) else position}"
@@ -167,8 +167,8 @@ def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, 
 
 
 def _fabric_place(entry: Any, position: int, places: Sequence[str]) -> str:
-    """Return the place of a pool's fabric; empty if the pool has no keys.
-    Raise SiteError if there are `places` and it is none of them."""
+    """Return the place of a pool's fabric (``fabric ib-a``); empty if the pool's entry has no keys.
+    Raise SiteError if the place is not in `places`. Empty `places` mean that it cannot be checked."""
     if not isinstance(entry, Mapping):
         return ""
     name = entry.get("fabric")
@@ -180,8 +180,8 @@ def _fabric_place(entry: Any, position: int, places: Sequence[str]) -> str:
 
 
 def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any]:
-    """Return the keys of a site file, or of a fabric in it, with missing GPU figures from the kind's data sheet.
-    `where`: its place, for errors."""
+    """Return the keys of a site file, a fabric or a pool. Missing figures of its GPU come from the kind's data sheet.
+    `where`: the place of `entry`, for error messages."""
     gpu = entry.get("gpu")
     if isinstance(gpu, str):  # gpu: A100
         gpu = {"name": gpu}
@@ -198,7 +198,7 @@ def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any
 
 
 def _known_kind(name: str) -> Gpu | None:
-    """Return the kind that `name` means; None if it is unknown, or ends in a size that it does not have: a100-90gb."""
+    """Return the GPU kind that `name` means; None if it is unknown or has another memory size, as in a100-90gb."""
     kind = read_vocabulary().gpu(name)
     if kind is None or kind.name == name.lower():
         return kind
@@ -207,7 +207,7 @@ def _known_kind(name: str) -> Gpu | None:
 
 
 def _refuse_synonym(nic: Any, where: str) -> None:
-    """Raise SiteError with the NIC type that is meant if `nic` is another name of it, such as a node feature."""
+    """Raise SiteError if `nic` is another name of a NIC type, such as a node feature. The hint names the type."""
     if isinstance(nic, str) and nic not in tuple(NicType):
         meaning = read_vocabulary().meaning(nic)
         if meaning is not None and meaning.nic is not None:
@@ -228,8 +228,8 @@ def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
 
 
 def _warnings(pools: Sequence[Pool]) -> Iterator[str]:
-    """Yield warnings about GPU names treated as a known kind, figures far from their data sheet, rates in GB/s, and
-    pools that the same request selects. A rate is likely in GB/s if no Ethernet or InfiniBand has it in Gb/s."""
+    """Yield warnings about GPU names treated as a known kind, figures far from their data sheet, rates that are likely
+    in GB/s (no Ethernet or InfiniBand has them in Gb/s), and pools whose jobs may get each other's nodes."""
     for gpu in dict.fromkeys(p.gpu for p in pools):
         known_kind = read_vocabulary().gpu(gpu.name)
         if known_kind is not None:

@@ -17,7 +17,7 @@ ROUNDED = 1.01  # the factor by which `node_memory_gib` may exceed Slurm's memor
 
 def changes_since_written(path: str, site: Site) -> list[str]:
     """Return warnings about changes in Slurm since `holmes site` wrote the file at `path`. Raise SiteError if the file
-    contradicts Slurm. Ignore a file of another Slurm, and a handwritten one that names other nodes, or none."""
+    contradicts Slurm. Ignore a file of another cluster, and a handwritten file that names no nodes or unknown ones."""
     found = read_yaml(path, SiteError, "").get("found") or {}
     try:
         if found and not (isinstance(found, Mapping) and read_config().cluster == found.get("cluster")):
@@ -55,8 +55,8 @@ def _candidates(pool: Pool, nodes: Iterable[Node]) -> list[Node]:
 
 
 def _contradictions(pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], rerun_hint: str) -> Iterator[Case]:
-    """Yield (whether Slurm contradicts the file, what, hint). `members`: Slurm's nodes; `gpus`: node -> its kind of GPU
-    by the driver, which may differ from GRES."""
+    """Yield (whether Slurm contradicts the file, problem, hint) for a pool's keys. `members`: its nodes in Slurm;
+    `gpus`: node -> the GPU kind that `holmes site` found, which may differ from the GRES type."""
     hint, kind_of = f"correct the file, or {rerun_hint}", read_vocabulary().gpu
     yield len(members) < pool.nodes, f"nodes is {pool.nodes}, Slurm has {len(members)} of them", hint
     kind, count = kind_of(pool.gpu.name), pool.node_gpus or pool.gpus_per_node
@@ -83,5 +83,5 @@ def _contradictions(pool: Pool, members: Sequence[Node], gpus: Mapping[str, str]
 
 
 def _family(gpu: Gpu) -> str:
-    """Return the kind without its variant, which GRES may leave open."""
+    """Return the GPU kind without its variant (memory size, PCIe), because GRES may not state the variant."""
     return re.sub(r"-(\d+gb|pcie|gcd)\b.*", "", gpu.name)

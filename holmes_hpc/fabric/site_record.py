@@ -1,4 +1,4 @@
-"""The site file that `holmes site` writes: sources as comments, and a record of what was found, so that edits stay."""
+"""The site file that `holmes site` writes. Its record `found` lets a later run recognise and keep manual edits."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +28,7 @@ Entries = list[dict[str, Any]]
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """Return the content of a file of `holmes site`; empty if there is no file. SiteError for another file."""
+    """Return the content of a file by `holmes site`; empty if it does not exist. Raise SiteError for any other file."""
     if not Path(path).exists():
         return {}
     data = read_yaml(path, SiteError, "give another file with -o")
@@ -45,10 +45,10 @@ def probes_of(record: Mapping[str, Any]) -> list[Probe]:
 
 
 def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return (the text of the site file; lines on what is still unknown). `node_names`: all nodes of Slurm; `record`:
-    the file of an earlier run.
+    """Return (the text of the site file, lines about failed probes and unknown GPU kinds).
 
-    A person's edits of the record stay: changed values, and added or removed fabrics and pools."""
+    `node_names`: all nodes of Slurm; `record`: content of the file from an earlier run. Manual edits of that file stay:
+    changed values, and added or removed fabrics and pools."""
     site, before = discovery.site, record.get("found", {})
     names = _lasting_names(site.pools, before.get("pools") or [])
     origins = {names[name]: origin for name, origin in discovery.origins.items()}
@@ -87,7 +87,7 @@ def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[s
 
 
 def _lasting_names(pools: Sequence[Pool], before: Entries) -> dict[str, str]:
-    """Return {pool: its name in the file}: that of an earlier pool with some of its nodes, else its own."""
+    """Return {pool: its name in the file}. A pool that shares nodes with an earlier pool takes the earlier name."""
     earlier = pools_by_node(before)
     names: dict[str, str] = {}
     for pool in pools:
@@ -121,8 +121,8 @@ def _entry(pool: Pool, name: str, origin: Origin) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Part:
-    """A fabric or a pool of the file. `found_as`: its name in Slurm's facts now; empty if it is not among them.
-    `edited`: its keys that a person changed."""
+    """A fabric or a pool in the file. `entry`: its keys and values; `found_as`: its name among the parts discovered
+    now; empty if it was not discovered; `edited`: the keys that were edited by hand."""
 
     entry: dict[str, Any]
     found_as: str = ""
@@ -130,8 +130,8 @@ class _Part:
 
 
 def _merged(detected: Entries, edited_file: Entries, last_written: Entries) -> list[_Part]:
-    """Merge three versions: return what is `detected` now, with a person's edits, which are the differences between
-    `edited_file` and what `holmes site` has `last_written` there."""
+    """Apply manual edits to the `detected` fabrics or pools (a three-way merge). The manual edits are the differences
+    between `edited_file` and the entries that `holmes site` had `last_written` to it."""
     written, names_in_file = {e["name"]: e for e in (*detected, *last_written)}, {e.get("name") for e in edited_file}
     removed_names = {e["name"] for e in last_written} - names_in_file
     parts, unmatched = [], list(edited_file)

@@ -28,7 +28,7 @@ def installed_version(package: str) -> str | None:
 
 def software() -> dict[str, str]:
     """Return the versions of Python, this project and the installed packages that training uses, by name.
-    A torch built with CUDA, which brings NCCL, adds the version of that CUDA."""
+    If torch is built with CUDA (and thus NCCL), the result includes the CUDA version."""
     versions = {"python": platform.python_version(), "holmes-hpc": __version__}
     versions |= {package: text for package in PACKAGES if (text := installed_version(package)) is not None}
     spec = importlib.util.find_spec("torch")
@@ -42,9 +42,9 @@ def software() -> dict[str, str]:
 def check_software(
     nodes: Mapping[str, Mapping[str, str]], local: Mapping[str, str], gpu_nodes: Sequence[str] = ()
 ) -> Iterator[Finding]:
-    """Report software that keeps the `nodes` from training together, or that differs from this machine's.
-    `nodes`: node -> its :func:`software`. `local`: that of this machine, which may lack packages. `gpu_nodes`: nodes
-    that need a torch with CUDA."""
+    """Yield findings on software that prevents the `nodes` from training together or differs from this machine's.
+    `nodes`: node -> the result of :func:`software` on it; `local`: the result on this machine, which may lack packages;
+    `gpu_nodes`: the nodes that need a torch with CUDA."""
     for package in NEEDED:
         if nodes_without := [n for n, versions in nodes.items() if package not in versions]:
             hint = "pip install 'holmes-hpc[train]' into the environment that they share with this machine"

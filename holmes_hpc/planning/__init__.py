@@ -1,1 +1,1 @@
-"""The planner: pure functions that choose nodes, stages, layers and every transport."""
+"""The planner: pure functions that choose nodes, stages, layers per stage, and each process group's transport."""

@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class Memo(dict[tuple[object, ...], Any]):
-    """Results by key. A key has a name and all values that its result depends on."""
+    """A dictionary of results. Each key consists of a name and of all values that the result depends on."""
 
     def of(self, *key: object, compute: Callable[[], T]) -> T:
         """Return the result of `compute`, which runs only once for each `key`."""

@@ -19,8 +19,8 @@ from holmes_hpc.planning.search.best import PREDICTED, best_plan
 from holmes_hpc.records.metrics import PART_NAMES
 
 WIDTH = 100
-BELOW_ONE_PERCENT = 0.005  # of a step: a shorter part would round to 0%
-ROUNDING_ERROR = 1e-6  # of a step: a shorter part is not listed
+BELOW_ONE_PERCENT = 0.005  # share of a step; a part with a smaller share would round to 0%
+ROUNDING_ERROR = 1e-6  # share of a step; a part with a smaller share is not listed
 _REMEDIES = {  # by part of the step
     "compute_s": "more or faster GPUs help",
     "pipeline_wait_s": "more micro-batches or a faster transfer help",
@@ -28,7 +28,7 @@ _REMEDIES = {  # by part of the step
     "grad_sync_s": "a faster data-parallel network helps",
     "param_sync_s": "a faster data-parallel network helps",
 }
-LONG_WAIT = 0.25  # of a step: a longer pipeline wait is reported beside the longest part
+LONG_WAIT = 0.25  # share of a step; a longer pipeline wait is reported in addition to the longest part
 MORE_NODES = "twice the nodes of every pool in use"
 _NO_HELP = "Networks twice as fast, twice the nodes or twice the batch would not help this plan."
 _GAINS = "What would help, each change alone and with this layout (a new plan may gain more):"
@@ -39,18 +39,18 @@ _NOTED = re.compile(
     r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of|train\.overlap_"
 )
 _NIC_ASSUMED = re.compile(r"Ethernet only is assumed|assumed by `holmes site`: .*\bnic\b")
-TOO_CLOSE = 0.03  # of a step: layouts that differ by more are in the right order in 91% of pairs (docs/planner.md)
+TOO_CLOSE = 0.03  # share of a step; 91% of pairs that differ by more are in the right order (docs/planner.md)
 
 
 def summary(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
-    """Return some ten lines of at most `width` columns: what runs where, step time, duration, memory, what helps most.
-    `steps`: also say how long so many steps take."""
+    """Return about ten lines of at most `width` columns on placement, step time, duration, memory and best improvement.
+    The duration is that of `steps` steps, or of a billion tokens if `steps` is None."""
     return [folded for line in _summary(plan, costs, steps) for folded in _folded(line, width)]
 
 
 def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
-    """Return the :func:`summary` of a plan and all details, in lines of at most `width` columns, folded between words.
-    Details are the drawing, the parts of the step, what would help, the runners-up and the assumptions."""
+    """Return the :func:`summary` of a plan, followed by all details, in lines of at most `width` columns.
+    Details are a drawing of the components, the parts of the step, what would help, runners-up and assumptions."""
     predicted, unused = plan.predicted, ", ".join(f"{counted(n, 'node')} of {f}" for f, n in plan.unused.items())
     assumptions = [f"- {a}" for a in plan.assumptions]
     lines = [*_summary(plan, costs, steps)[:-1], "", *_drawing(plan)]
@@ -120,7 +120,8 @@ def _memory(plan: Plan, predicted: Predicted, notes: Iterable[str]) -> str:
 
 
 def _best_improvement(plan: Plan, gains: Sequence[tuple[float, str]]) -> str:
-    """Return the line on the largest gain, with and without more nodes. It first asks to settle assumed NICs."""
+    """Return the line on the change that gains most. If that is more nodes, the line adds the next best change.
+    If the site's NICs are assumed, the line first asks the user to settle them."""
     texts = [f"{change}, {gain:+.1%} samples/s" for gain, change in gains]
     other = f" (without more nodes: {texts[1]})" if gains and gains[0][1] == MORE_NODES and len(gains) > 1 else ""
     if not any(map(_NIC_ASSUMED.search, plan.site.assumptions)):
@@ -137,8 +138,8 @@ def _folded(line: str, width: int) -> list[str]:
 
 
 def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
-    """Return the tokens of a step and the predicted tokens per second; with `steps`, also their tokens and days.
-    Predicted figures are None without a prediction."""
+    """Return the tokens per step and the predicted tokens per second. With `steps`, add the tokens and days of a run
+    of that many steps. Predicted figures are None if the plan has no prediction."""
     tokens, seconds = plan.batch.tokens, plan.predicted.step_time_s if plan.predicted else None
     rates: dict[str, Any] = {"tokens_per_step": tokens, "tokens_per_s": tokens / seconds if seconds else None}
     if steps is not None:
@@ -147,7 +148,7 @@ def throughput(plan: Plan, steps: int | None = None) -> dict[str, Any]:
 
 
 def duration(days: float) -> str:
-    """Return a duration as text, in the largest unit of which it is at least two."""
+    """Return a duration as text, in the largest unit (days to seconds) in which its value is at least 2."""
     for unit, size in (("days", 1.0), ("hours", 1 / 24), ("minutes", 1 / 1440)):
         if days >= 2 * size:
             return f"{days / size:,.1f} {unit}"
@@ -184,7 +185,7 @@ def _drawing(plan: Plan) -> list[str]:
 
 
 def _shares(plan: Plan) -> dict[str, str]:
-    """Return pool -> its pipelines and their share of a step, if pools share a step by their speed."""
+    """Return, by pool, a text on its pipelines and their micro-batches. Empty unless pools share a step by speed."""
     if not plan.is_per_stage or plan.strategy != "hierarchical-dp":
         return {}
     shares = plan.parallel.pipeline_shares([c.ranks for c in plan.components], plan.micro_batches)
@@ -225,7 +226,7 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
 
 
 def _stage_parts(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
-    """Return a line for each stage with the parts of its step, if there are two to MAX_STAGES_LISTED stages."""
+    """Return one line per stage with its parts of the step. Empty unless the plan has 2 to MAX_STAGES_LISTED stages."""
     if not 1 < plan.parallel.pp <= MAX_STAGES_LISTED:
         return []
     total = predicted.step_time_s
@@ -238,7 +239,8 @@ def _stage_parts(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return the line on the gain of per-stage TP/DP or unequal shares, if used, over the best layout without them."""
+    """Return the line on what per-stage TP/DP or unequal shares gain over the best layout without them.
+    Empty if the plan uses neither."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
@@ -249,7 +251,7 @@ def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
 
 
 def _tflops(plan: Plan, predicted: Predicted) -> str:
-    """Return the sentence on model TFLOP/s per GPU and share of the peak; with several GPU kinds, of each."""
+    """Return the sentence on model TFLOP/s per GPU and their share of the peak, for each GPU kind in use."""
     by_kind = kind_tflops(plan, predicted.step_time_s)
     figures = ", ".join(
         f"{tflops:.3g}{f' on {gpu.name}' * (len(by_kind) > 1)} ({tflops / gpu.peak_tflops:.0%} of peak)"
@@ -292,8 +294,9 @@ def _with_remedy(part: str) -> str:
 
 
 def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[float, str]]:
-    """Return (relative gain in samples/s, change) of each of several changes alone, the largest gain first.
-    They are a faster network, more nodes and a larger batch. The layout stays; with more nodes, DP doubles."""
+    """Return (relative gain in samples/s, change) for each change, the largest gain first.
+    Each change is made alone: a faster network, a larger batch, or twice the nodes with twice the DP. The layout is
+    otherwise kept."""
 
     def gain_of_faster(rate: str, *names: str) -> float:
         pools = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.pools)
@@ -316,7 +319,7 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[
 
 def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tuple[float, str]]:
     p = plan.parallel
-    if plan.is_per_stage and not p.is_even:  # would need another search
+    if plan.is_per_stage and not p.is_even:  # more nodes would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
     options = PlanOptions(
@@ -356,7 +359,8 @@ def _runner_up(alternative: dict[str, Any]) -> str:
 
 
 def _too_close(plan: Plan) -> list[str]:
-    """Return the advice to measure a runner-up within TOO_CLOSE; none if compute is measured or emulated."""
+    """Return the advice to measure a runner-up whose predicted step is less than TOO_CLOSE slower.
+    Empty if there is no such runner-up, or if the plan's compute times are measured or emulated."""
     predicted = plan.predicted
     if predicted is None or predicted.interval_s is None:
         return []

@@ -31,15 +31,15 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.schema import make
 from holmes_hpc.slurm.hostlist import compress, expand
 
-WARM_UP = 3  # the first steps of a run, which are not measured
-MAX_RUNS = 32  # the most runs to learn from: the last ones in the order of their paths
+WARM_UP = 3  # number of first steps of a run's latest attempt that are not measured
+MAX_RUNS = 32  # largest number of runs to learn from; the last ones in the order of their paths are used
 
 
 def local_site(processes: int, device: str) -> Site:
     """Return this machine as a site of one node with `processes` ranks.
 
-    The ranks use its GPUs if there are enough and `device` (``train.device``) is not cpu. ConfigError if `device` is
-    cuda and the GPU kind is unknown.
+    The ranks use the machine's GPUs if it has one for each rank and `device` (``train.device``) is not cpu. Otherwise
+    they use CPUs. ConfigError if `device` is cuda and the GPU kind is unknown.
     """
     gpus: list[Gpu] = []
     try:
@@ -61,7 +61,9 @@ def load_site(site_file: str | None, settings: NodeSettings) -> Site:
 
 
 def site(config: Configuration) -> Site:
-    """Return the site of a configuration: its site file, this machine for the local launcher, else Slurm's nodes."""
+    """Return the site of a configuration.
+    It is read from the site file if one is set. Otherwise it is this machine with the local launcher, and the nodes
+    that Slurm shows with other launchers."""
     if config.local and not config.site_file:
         plan = config.plan
         sizes = (plan.tp, plan.pp, plan.dp, plan.cp)
@@ -91,9 +93,9 @@ def node_settings(config: Configuration) -> NodeSettings:
 def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapping[str, Any] | None = None) -> Costs:
     """Return the cost model of a configuration.
 
-    Compute costs come from a calibration file, else from emulated compute (of the configuration or of `plan`), else
-    from published figures. Network costs come from a calibration file, else from published figures.
-    `software_fields`: fields of Software that replace those of `train`.
+    Compute costs come from the calibration file if one is set, otherwise from emulated compute (set in `config` or
+    `plan`), otherwise from published figures. Network costs come from the calibration file or from published figures.
+    `software_fields`: values for fields of :class:`Software`; they override the values that follow from `config.train`.
     """
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else None
@@ -110,8 +112,8 @@ def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapp
 
 
 def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
-    """Return the calibration in a file, which may also be a layer profile.
-    ConfigError if it was measured with another model than that of `target`."""
+    """Return the calibration in a file. The file may also be a third party's layer profile (cost/profile.py).
+    ConfigError if the measured model is not that of `target`."""
     try:
         if path.endswith(".csv"):
             return from_csv(read_text(path), target.model, target.batch)
@@ -126,14 +128,15 @@ def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
 
 
 def pace(config: Configuration, plan: Plan | None) -> float | None:
-    """Return the emulated milliseconds of a layer's forward pass: of the configuration, else of `plan`, else None."""
+    """Return the emulated time of a layer's forward pass in ms, as set in `config` or otherwise in `plan`.
+    None if neither emulates compute."""
     configured = config.train.pace_layer_ms
     return configured if configured is not None or plan is None else plan.pace_layer_ms
 
 
 def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, list[str]]:
     """Return (corrections fitted to the runs at or below `root`, a line `RUN: REASON` for each skipped run).
-    The calibration of `config` applies, if set. ConfigError if no run can be used."""
+    Runs are predicted with the calibration of `config`, if it has one. ConfigError if no run can be used."""
     runs, skipped = list[ObservedRun](), list[str]()
     for record in run_directories(root):
         try:
@@ -147,7 +150,7 @@ def learn_from_runs(config: Configuration, root: str) -> tuple[CorrectionFit, li
 
 
 def _observed(record: RunDirectory, calibration: str | None) -> ObservedRun:
-    """Return the plan of a run with the median times of its latest attempt, without the warm-up."""
+    """Return the plan of a run, and the median times of its latest attempt after the first WARM_UP steps."""
     config, plan = recorded(record.config)[0], Plan.read(record.plan_path)
     if plan.is_per_stage:
         raise RecordError("its plan has per-stage TP/DP", where=str(record.path), hint="learn from uniform layouts")
@@ -169,8 +172,8 @@ def _observed(record: RunDirectory, calibration: str | None) -> ObservedRun:
 def make_plan(
     config: Configuration, target_site: Site | None = None, clock: Clock | None = None, cost_model: Costs | None = None
 ) -> Plan:
-    """Return the plan in the plan file of `config`; without one, the best plan for its model.
-    Site and cost model default to those of `config`; `clock` as in :func:`best_plan`."""
+    """Return the plan in the plan file of `config`. Without a plan file, return the best plan for the model.
+    `target_site` and `cost_model` default to those of `config`. `clock`: see :func:`best_plan`."""
     if config.plan_file:
         plan = Plan.read(config.plan_file)
         check_pace_factors(plan.site, config)
@@ -186,8 +189,8 @@ def make_plan(
 
 
 def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
-    """Return the site without pools whose GPU kind is unknown, with an assumption for each.
-    SiteError if there is no other pool, or if `pools` names one of them."""
+    """Return the site without the pools whose GPU kind is unknown. Each omitted pool is noted in the assumptions.
+    SiteError if no pool would be left, or if `pools` names an omitted pool."""
     unknown = [p for p in target_site.pools if p.gpu == replace(UNKNOWN_GPU, name=p.gpu.name)]
     hint = "ask its driver by `holmes site -o site.yaml`, or write its figures there under gpu; then give --site FILE"
     for pool in unknown:
@@ -201,7 +204,7 @@ def with_known_gpus(target_site: Site, pools: Collection[str]) -> Site:
 
 def check_pace_factors(target_site: Site, config: Configuration) -> None:
     """Raise ConfigError if a key of train.pace_factors names no pool or node.
-    If the site has no node names, a key with a digit counts as a node."""
+    If the site lists no node names, every key with a digit is accepted as a node name."""
     pools, nodes = [pool.name for pool in target_site.pools], {n for pool in target_site.pools for n in pool.node_names}
     for name in {*(config.train.pace_factors or {})}.difference(pools):
         is_node = nodes.issuperset(expand(name)) if nodes else any(map(str.isdigit, name))
@@ -210,7 +213,7 @@ def check_pace_factors(target_site: Site, config: Configuration) -> None:
 
 
 def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> None:
-    """Raise ConfigError for products in FP8 if a GPU kind of `pools` (empty: of all) has no figures for them."""
+    """Raise ConfigError if training uses FP8 and a GPU kind of `pools` has no FP8 figures. `pools` empty: all pools."""
     gpus = [pool.gpu for pool in target_site.pools if not pools or pool.name in pools]
     names = sorted({gpu.name for gpu in gpus if kind(gpu).fp8_tflops is None})
     is_used = cost_model.software.fp8 and not cost_model.pace_layer_ms
@@ -219,7 +222,7 @@ def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> N
 
 
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
-    """Return, in a list, the assumption that ranks share cores of this machine; an empty list if they do not."""
+    """Return a list with the assumption that ranks share cores of this machine, or an empty list if they do not."""
     cores = len(os.sched_getaffinity(0))
     uses_this_cpu = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
     if not uses_this_cpu or plan.pace_layer_ms or plan.world_size <= cores:
@@ -231,8 +234,8 @@ def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
 
 
 def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:
-    """Return the plan of the one layout that the group `plan` of `config` fixes, even if it does not fit in memory.
-    Site and cost model default to those of `config`."""
+    """Return the plan with the one layout that the `plan` options of `config` fix, even if it does not fit in memory.
+    `target_site` and `cost_model` default to those of `config`."""
     target_site, cost_model = target_site or site(config), cost_model or costs(config)
     check_fp8(target_site, config.plan.nodes or (), cost_model)
     return fixed_plan(config.model, config.batch, target_site, config.plan, cost_model)
@@ -252,8 +255,8 @@ def calibration_config(config: Configuration) -> Configuration:
     """Return `config` changed for a short run that uses every network.
 
     The run has at most two nodes per pool, few layers, and a batch that any data-parallel size divides. It is a
-    pipeline of one stage per pool if the pools used have equally many ranks. Nodes, stages and strategy that `config`
-    fixes stay.
+    pipeline with one stage per pool if the pools in use have equal numbers of ranks. If `config` fixes nodes, stages
+    or strategy, these are kept.
     """
     pools, plan, batch = site(config).pools, config.plan, config.batch
     if plan.nodes is None and not config.local:
@@ -261,7 +264,7 @@ def calibration_config(config: Configuration) -> Configuration:
     nodes = plan.nodes or {}
     used = [f for f in pools if not nodes or f.name in nodes]
     ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
-    # A calibration measures one TP size, so all stages get the same one. It has no all-to-alls of experts, so EP is 1.
+    # A calibration measures one TP size, so all stages get that TP. It measures no all-to-alls of experts: EP is 1.
     plan = replace(plan, unequal="false", ep=1)
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
@@ -277,7 +280,7 @@ def calibration_config(config: Configuration) -> Configuration:
 
 
 def with_software(target_site: Site, attention: str | None, fused_norm: bool | None) -> Site:
-    """Return the site with these implementations of attention and norms in every pool; None keeps the site's."""
+    """Return the site with these implementations of attention and norms in every pool. None: keep the pool's own."""
     values: dict[str, Any] = {"attention": attention, "fused_norm": fused_norm}
     changes = {name: value for name, value in values.items() if value is not None}
     pools = tuple(replace(f, gpu=replace(f.gpu, **changes)) for f in target_site.pools)

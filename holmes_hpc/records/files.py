@@ -1,4 +1,4 @@
-"""Atomic file writes: whole-file replacement, whole-line appends, and a lock for one writer at a time."""
+"""Atomic file writes, a file lock for one writer at a time, and readers of text, JSON and YAML files."""
 
 import contextlib
 import errno
@@ -23,9 +23,9 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644, sync: bool = True) -> None:
-    """Replace the content of `path` by `text` atomically: a reader sees the old text or the new one.
-    `mode`: permissions of the new file, less the umask; `sync`: wait for the disk. Raise RunFailed if it cannot be
-    written, as on a full disk; the old file then stays, and the temporary one is removed."""
+    """Replace the content of `path` by `text` atomically, so that a reader sees either the old text or the new text.
+    `mode`: permissions of the new file, to which the umask applies; `sync`: whether to wait until the text is on disk.
+    Raise RunFailed if the file cannot be written, for example on a full disk. The old file then stays unchanged."""
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.{threading.get_ident()}")
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -44,11 +44,11 @@ def write_whole(path: Path, text: str, mode: int = 0o644, sync: bool = True) -> 
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line with a single write. If a killed writer left half a line, a newline first ends that one.
-    Raise RunFailed if the line cannot be written, as on a full disk; the file then keeps its former length."""
+    """Append `line` with a single write. If a killed writer left an incomplete last line, end that line first.
+    Raise RunFailed if the line cannot be written, for example on a full disk. The file then keeps its old length."""
     old_size = None
     try:
-        # Only the owner may write. NFS reports a full disk only on close.
+        # Mode 0o644 lets only the owner write. NFS may report a full disk only on close, so `try` includes the close.
         with open(path, "ab+", buffering=0, opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
             old_size = os.fstat(file.fileno()).st_size
             ends_in_newline = old_size == 0 or os.pread(file.fileno(), 1, old_size - 1) == b"\n"
@@ -64,8 +64,8 @@ def append_line(path: Path, line: str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
-    """Hold the lock file `path`; wait while another process holds it, also on another node of a shared file system.
-    Raise RecordError if that takes more than `wait_s` seconds."""
+    """Hold a lock on the file `path` during the block. Wait until no other process, on any node, holds the lock.
+    Raise RecordError if another process still holds it after `wait_s` seconds."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as e:
@@ -99,8 +99,9 @@ def read_yaml(
     language: str = "YAML",
     parse: Callable[[str], Any] = from_yaml,
 ) -> dict[str, Any]:
-    """Return the YAML mapping in a file, without running code from it. `parse`: the reader of another `language`.
-    Raise `error` with the file's name and `hint` if the file cannot be read or is not a mapping."""
+    """Return the YAML mapping in a file. Code in the file is not run.
+    `language`, `parse`: name and parser of another format. Raise `error`, which names the file, if the file cannot be
+    read or is not a mapping; `hint`: how to correct a file that is not a mapping."""
     with error.instead_of(ValueError, yaml.YAMLError, where=path, hint=hint, what=f"not {language}:"):
         data = parse(read_text(path, error))
     if not isinstance(data, dict):
@@ -136,7 +137,7 @@ def _finite_or_none(value: Any) -> Any:
 
 
 def file_error(path: Path, error: OSError) -> RunFailed:
-    """Return the RunFailed that reports `error` of the file system at `path`, with what to do about it."""
+    """Return a RunFailed error with the text of `error`, the path at which it occurred, and a hint on what to do."""
     hint = "make the run directory writable from this node"
     if error.errno in DISK_FULL:
         hint = "free some space, then `holmes resume` the run"
@@ -144,7 +145,7 @@ def file_error(path: Path, error: OSError) -> RunFailed:
 
 
 def is_full(path: Path) -> bool:
-    """Return whether the file system of `path` has no space for another file."""
+    """Return whether the file system of `path` has less than 1 MiB or no inode left."""
     with contextlib.suppress(OSError):
         disk = os.statvfs(path)
         return disk.f_bavail * disk.f_frsize < 1 << 20 or (disk.f_files > 0 and disk.f_favail == 0)

@@ -25,9 +25,9 @@ def run_directories(root: str | os.PathLike[str]) -> list[RunDirectory]:
 
 
 def recent_runs(root: str | os.PathLike[str], count: int) -> tuple[list[RunDirectory], int]:
-    """Return the runs at or below `root`, the last changed first, and the number of runs left out.
-    The first `count` runs are always returned; of the others, only those that have not ended or may be requeued.
-    Raise RecordError if `root` exists, but cannot be read."""
+    """Return the runs at or below `root`, the most recently changed first, and the number of runs left out.
+    The first `count` runs are always returned. A later run is returned only if it has not ended, or if Slurm may
+    requeue its job. Raise RecordError if `root` exists, but cannot be read."""
     if os.path.exists(root):
         with RecordError.instead_of(OSError, where=os.fspath(root), hint="set HOLMES_RUNS to a readable folder"):
             os.scandir(root).close()
@@ -39,8 +39,8 @@ def recent_runs(root: str | os.PathLike[str], count: int) -> tuple[list[RunDirec
 
 
 def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
-    """Yield (time of the last change, path, whether it has a result) of every run at or below `directory`. Runs do
-    not nest. It opens no run's directory, for speed."""
+    """Yield (time of the last change, path, whether result.json exists) for every run at or below `directory`.
+    For speed, run directories are not listed, so a run inside another run's directory is not found."""
     if created := _modified(f"{directory}/run.yaml"):
         ended = _modified(f"{directory}/result.json")  # written last
         yield ended or max(created, _modified(f"{directory}/metrics.jsonl")), directory, ended > 0
@@ -59,7 +59,7 @@ def _modified(path: str | os.PathLike[str]) -> float:
 
 
 def _may_requeue(directory: str) -> bool:
-    """Return whether the run's result is one after which Slurm may requeue its job."""
+    """Return whether Slurm may requeue the run's job, because preemption or the time limit ended the run."""
     with contextlib.suppress(OSError):
         handle = os.open(f"{directory}/result.json", os.O_RDONLY | os.O_NONBLOCK)  # a file object takes twice as long
         try:
@@ -73,8 +73,8 @@ def _may_requeue(directory: str) -> bool:
 def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None = None) -> RunDirectory:
     """Return the run that `name` refers to: a run directory, a run's name, or a Slurm job id of the run.
 
-    If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest. Warn if other users
-    may have written the run's records. Raise RecordError if no run matches, or if several have the name."""
+    If several runs have the job id (a reinstalled Slurm counts from 1 again), return the latest run. Warn if other
+    users may have written the run's records. Raise RecordError if no run matches, or if several runs have the name."""
     run = _find_by_name(name, root)
     if (writers := other_writers(run.path)) is not None:
         console.note(f"warning: {run.path}: {writers}; others may have changed its records")
@@ -82,7 +82,7 @@ def find_run(name: str | os.PathLike[str], root: str | os.PathLike[str] | None =
 
 
 def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | None) -> RunDirectory:
-    """Return the run that `name` refers to, as :func:`find_run` does."""
+    """Return the run that `name` refers to, as :func:`find_run` does, but without its warning."""
     reference, base = os.fspath(name), runs_root(root)
     for path in (Path(reference), base / reference):
         if RunDirectory(path).exists():
@@ -107,14 +107,14 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
 
 
 def name_of(run: RunDirectory, root: str | os.PathLike[str] | None = None) -> str:
-    """Return the name by which :func:`find_run` finds a run: its path below the directory of runs (``SWEEP/0`` for a
-    sweep's job); for a run elsewhere the name of its directory."""
+    """Return the path of a run relative to the directory of runs (``SWEEP/0`` for a job of a sweep). :func:`find_run`
+    accepts this name. For a run outside the directory of runs, return only the last part of its path."""
     path, base = run.path.resolve(), runs_root(root).resolve()
     return str(path.relative_to(base)) if base in path.parents else run.name
 
 
 def reference_to(run: RunDirectory) -> str:
-    """Return the name or path by which a command finds the run."""
+    """Return the name of a run as an argument of commands; its path if it lies outside the directory of runs."""
     return name_of(run) if runs_root().resolve() in run.path.resolve().parents else str(run.path)
 
 
@@ -124,7 +124,7 @@ def last_change(run: RunDirectory) -> float:
 
 
 def job_ids(run: dict[str, Any]) -> set[int]:
-    """Return all Slurm job ids in the content of run.yaml: of the leader, the components and earlier attempts."""
+    """Return all Slurm job ids in `run`, the content of run.yaml: ids of leaders and components in all attempts."""
     sections = [s for s in (run.get("slurm"), *(run.get("attempts") or [])) if isinstance(s, dict)]
     values = [section.get(key) for section in sections for key in ("job_id", "job_ids", "het_job_ids")]
     listed_ids = [job_id for value in values for job_id in (value if isinstance(value, list) else [value])]

@@ -1,8 +1,10 @@
-"""Lock files that name their owner: the command that submits a run's job, or the attempt that trains in its directory.
+"""Lock files in a run directory. The owner of a lock is the command that submits the run's job, or the attempt that
+trains in the directory.
 
-The owner keeps the lock file open and locked. The kernel releases the lock when the owner's process ends, however it
-ends; on NFS the server does. The file's text names the owner. After a node failure the server may keep the lock for a
-while. Then the state of the owner's job shows that it has ended, and a new file replaces the locked one.
+The owner keeps the lock file open and locked, and the file's text names the owner. When the owner's process ends for
+any reason, the kernel (on NFS, the server) releases the lock. After a node failure, an NFS server may keep the lock for
+a while. In that case the state of the owner's Slurm job shows that the owner has ended, and a new file replaces the
+locked one.
 """
 
 import contextlib
@@ -31,8 +33,8 @@ _NAMING_S = 0.5  # a new owner writes its name within this time after locking
 
 @dataclass(frozen=True)
 class LockOwner:
-    """The process that holds a lock file. `what`: the command or attempt it runs, as shown in errors; `job`: its Slurm
-    job's id, empty without a job; `since`: when it took the lock, in Unix seconds."""
+    """The process that holds a lock file. `what`: the command or attempt that it runs, as shown in errors; `job`: its
+    Slurm job's id, empty without a job; `since`: the time at which it took the lock, in Unix seconds."""
 
     what: str
     user: str
@@ -43,7 +45,7 @@ class LockOwner:
 
     @classmethod
     def current(cls, task: str, job: str = "") -> "LockOwner":
-        """Return this process as an owner. `task`, `job`: the fields `what` and `job`."""
+        """Return this process as a lock owner. `task`: value of the field `what`; `job`: value of the field `job`."""
         return cls(task, user_name(os.getuid()), socket.gethostname(), os.getpid(), job, time.time())
 
     def __str__(self) -> str:
@@ -57,8 +59,8 @@ class _Replaced(Exception):
 
 @contextlib.contextmanager
 def hold_lock(path: Path, owner: LockOwner) -> Iterator[int]:
-    """Hold the lock file `path` as `owner`, and yield its descriptor. Raise RecordError that names the other owner if
-    another process holds it. On a file system without locks, this excludes no other process."""
+    """Hold the lock file `path` as `owner` during the block, and yield the file's descriptor. If another process holds
+    the lock, raise a RecordError that names its owner. On a file system without locks, no process is excluded."""
     handle = take_lock(path, owner)
     try:
         yield handle
@@ -69,7 +71,7 @@ def hold_lock(path: Path, owner: LockOwner) -> Iterator[int]:
 
 
 def refuse_replaced(path: Path, handle: int, directory: Path) -> None:
-    """Raise RecordError if the lock file at `path` is not the one open as `handle`: `directory` was replaced."""
+    """Raise RecordError if `path` is no longer the lock file open as `handle`, because `directory` was replaced."""
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(path), os.fstat(handle)):
             return
@@ -99,8 +101,9 @@ def is_locked(path: Path) -> bool:
 def take_lock(
     path: Path, owner: LockOwner, has_ended: Callable[[LockOwner], bool] = lambda _: False, patience_s: float = 0
 ) -> int:
-    """Take the lock as :func:`hold_lock` does, until this process ends. Return the descriptor of the open lock file.
-    `has_ended`: whether another owner has ended, so that its lock is removed; `patience_s`: seconds to wait for it."""
+    """Take the lock as :func:`hold_lock` does. Return the descriptor of the lock file; closing it releases the lock.
+    `patience_s`: seconds to wait if another process holds the lock; `has_ended`: is then called with the owner of the
+    lock, and returns whether that owner has ended, so that its lock file can be removed."""
     deadline = time.monotonic() + patience_s
     while True:
         try:
@@ -128,12 +131,12 @@ def _try_lock(path: Path, owner: LockOwner) -> int | None:
     try:
         if not _lock_open_file(handle):
             return None
-        opened = os.fstat(handle)  # on NFS locking has just refreshed it from the server
+        opened = os.fstat(handle)  # on NFS, locking has just refreshed the file's status
         if not opened.st_nlink or not os.path.samestat(opened, os.stat(path)):
             raise _Replaced
         os.ftruncate(handle, 0)
         os.pwrite(handle, (json.dumps(asdict(owner)) + "\n").encode(), 0)
-        os.fsync(handle)  # else other nodes see it over NFS only when the file is closed
+        os.fsync(handle)  # without this, other NFS clients see the text only after the file is closed
         is_held = True
         return handle
     except OSError as e:
@@ -146,15 +149,15 @@ def _try_lock(path: Path, owner: LockOwner) -> int | None:
 
 
 def _remove_lock(path: Path, ended_owner: LockOwner) -> None:
-    """Remove the lock file of an owner that has ended, unless it has a new owner already."""
-    with locked(path.with_name(".lock")):  # the lock for changes of the run's record
+    """Remove the lock file of an owner that has ended, unless the file already names a new owner."""
+    with locked(path.with_name(".lock")):  # the lock that protects the run's records
         if _read_owner(path) == ended_owner:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
 def _lock_open_file(handle: int) -> bool:
-    """Lock an open file and return True; False if another process has locked it."""
+    """Lock an open file. Return False if another process has locked it; True also on a file system without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
@@ -166,7 +169,7 @@ def _lock_open_file(handle: int) -> bool:
 
 
 def _read_owner(path: Path) -> LockOwner | None:
-    """Return the owner that the lock file names; None if it names none within _NAMING_S."""
+    """Return the owner that the lock file names; None if the file names no owner within _NAMING_S seconds."""
     for _ in attempts(_NAMING_S, 0.02):
         with contextlib.suppress(OSError, ValueError, msgspec.ValidationError):
             return msgspec.convert(from_json(read_file(path)), LockOwner)

@@ -1,4 +1,4 @@
-"""Logs of a run: the last lines of one, new lines as the ranks write them, and lines of the batch script."""
+"""Functions that read the last lines of a log, follow the ranks' logs, and write into the batch script's log."""
 
 import contextlib
 import os
@@ -10,12 +10,12 @@ from holmes_hpc.errors import counted
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import open_file
 
-SPARSE_STEPS, SPARSE_S = 20, 60.0  # ranks above 0 write a line every so many steps or seconds
+SPARSE_STEPS, SPARSE_S = 20, 60.0  # ranks other than 0 log every 20th step, or after 60 s without a line
 _PIECE = 1 << 20  # bytes per read
 
 
 def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
-    """Return the last lines of a log, reading only its end; empty if there is no log."""
+    """Return up to `lines` last lines of a log; none if there is no log. Only the end of the file is read."""
     try:
         with open_file(path) as file:
             size = file.seek(0, os.SEEK_END)
@@ -26,7 +26,7 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
         return []
     tail_lines = text.splitlines()
     if start and len(tail_lines) > 1:
-        tail_lines = tail_lines[1:]  # may start in the middle of a line
+        tail_lines = tail_lines[1:]  # the first line may lack its start
     return tail_lines[-lines:]
 
 
@@ -73,10 +73,10 @@ class GrowingFile:
 def follow_logs(
     run: RunDirectory, done: Callable[[], bool], rank: int | None = None, poll_s: float = 0.5
 ) -> Iterator[tuple[int, str]]:
-    """Yield (rank, line) as the ranks write their logs, until `done()` returns True: the run has ended.
+    """Yield (rank, line) for each line that the ranks write into their logs, until the run has ended.
 
-    `rank`: the only one to follow; None: all, also those whose logs appear later. It yields each line when the
-    line is complete. At the end, it also yields an incomplete last line."""
+    `done`: returns whether the run has ended; `rank`: follow only the log of this rank; None: follow all logs,
+    including logs that appear later. A line is yielded when it is complete, or when the run has ended."""
     files: dict[int, GrowingFile] = {}
     while True:
         has_ended = done()  # before reading, so that no line written until then is missed

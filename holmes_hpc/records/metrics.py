@@ -1,6 +1,7 @@
-"""The fields of metrics.jsonl, which has one line for each training step: units and meanings (metrics.yaml), digits.
+"""The fields of metrics.jsonl, a file with one line for each training step. metrics.yaml has their units and meanings.
 
-training/metrics/metrics_line.py writes them, results/columns.py makes columns of them, docs/records.md lists them.
+training/metrics/metrics_line.py writes the fields, results/columns.py turns them into table columns, and
+docs/records.md lists them.
 """
 
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from typing import Any
 from holmes_hpc.records.files import map_leaves
 from holmes_hpc.tables import read_table
 
-DIGITS = 7  # of times and rates: finer than any clock involved
+DIGITS = 7  # significant digits of recorded times and rates, more than the clocks can resolve
 
 _TABLE: dict[str, Any] = read_table(__file__)
 BREAKDOWN: dict[str, str] = _TABLE["breakdown"]  # part of a step's time: meaning
@@ -22,7 +23,7 @@ DIRECTIONS = ("tx", "rx")  # of traffic: sent, received
 
 @dataclass(frozen=True)
 class Field:
-    """A field of metrics.jsonl. `unit`: empty if it has none; `always`: whether training writes it in every line."""
+    """A field of metrics.jsonl. `unit`: empty if the field has none; `always`: whether every line has the field."""
 
     unit: str
     meaning: str

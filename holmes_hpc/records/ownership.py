@@ -1,7 +1,8 @@
-"""File ownership checks: whether other users can write in a run directory, and so change the code that is run from it.
+"""File ownership checks: whether other users can write in a run directory.
 
-Submitit's pickles are such code. The checks read owners, modes and sticky bits of a path and of all folders above it,
-as sshd does for a home directory. They do not read access control lists or a file server's own rules.
+Such users could change code that is run from the directory, for example Submitit's pickles. The checks read owners,
+modes and sticky bits of a path and of all folders above it, as sshd does for a home directory. They do not read access
+control lists or a file server's own rules.
 """
 
 import grp
@@ -33,8 +34,9 @@ def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
 
 
 def other_writers(path: str | os.PathLike[str]) -> str | None:
-    """Return a text on who else may replace the file at `path` (``/data can be written by everybody``), or None if only
-    this user and root may. Groups count as trusted if the site's profile sets HOLMES_TRUST_GROUP=1."""
+    """Return a message on which other users may write or replace the file at `path` (``/data can be written by
+    everybody``); None if only this user and root may. Groups are trusted if the environment has HOLMES_TRUST_GROUP=1.
+    """
     for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
             status = os.lstat(part)
@@ -53,9 +55,10 @@ def other_owners(path: str | os.PathLike[str]) -> set[int]:
 
 
 def _writers(status: os.stat_result, name: str, is_folder: bool = False) -> str | None:
-    """Return which other users may write a file, or replace files in a folder, as text; None if nobody may.
-    `status`: of the file or folder; `name`: its path, for the text."""
-    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"  # no setting in a file: the group could write it
+    """Return a message on which other users may write a file, or replace files in a folder; None if no other user may.
+    `status`: status of the file or folder; `name`: its path in the message."""
+    # A setting in a file would not do, because the group might be able to write that file.
+    trusts_groups = os.environ.get("HOLMES_TRUST_GROUP") == "1"
     if status.st_uid not in (0, os.getuid()):
         return f"{name} belongs to user {user_name(status.st_uid)}"
     if stat.S_ISLNK(status.st_mode) or (is_folder and status.st_mode & stat.S_ISVTX):
@@ -68,7 +71,7 @@ def _writers(status: os.stat_result, name: str, is_folder: bool = False) -> str 
 
 
 def refuse_other_writers(path: str | os.PathLike[str]) -> None:
-    """Raise RecordError if other users may replace the code or data to be run from `path`."""
+    """Raise RecordError if other users may write or replace the file or folder at `path`."""
     if (writers := other_writers(path)) is not None:
         raise _other_writers_error(writers, str(path))
 
@@ -84,7 +87,7 @@ def _other_writers_error(writers: str, path: str) -> RecordError:
 
 def open_own_file(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a file whose content is run as code, such as a pickle. Raise RecordError if other users could have written
-    it. The open file itself is checked, so that nobody can swap it after the check. A link is not followed."""
+    the file, or if it is a link. The check applies to the opened file, so that nobody can swap it after the check."""
     file_path = Path(os.getcwd(), path)
     refuse_other_writers(file_path)
     folder = os.open(file_path.parent, os.O_RDONLY | os.O_DIRECTORY)
@@ -100,8 +103,8 @@ def open_own_file(path: str | os.PathLike[str]) -> BinaryIO:
 
 
 def _path_parts(path: Path) -> list[Path]:
-    """Return every file, folder and link that the system visits to resolve `path`, the last one first.
-    The paths are free of links, except in their last part."""
+    """Return the paths of all files, folders and links that the kernel visits to resolve `path`, the last one first.
+    In each of these paths, only the last component may be a link."""
     parts, folder, remaining, link_count = [Path("/")], Path("/"), list(reversed(path.parts[1:])), 0
     while remaining:
         name = remaining.pop()
@@ -125,7 +128,7 @@ def _path_parts(path: Path) -> list[Path]:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether a group is root's or this user's private one, and has only root and this user as members.
+    """Return whether `group` is the private group of root or of this user, and has no other users as members.
     Many systems create a private group for each user."""
     try:
         user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
@@ -137,7 +140,7 @@ def _is_private_group(group: int) -> bool:
 
 
 def user_name(uid: int) -> str:
-    """Return the name of a user, or the number if it has none."""
+    """Return the name of the user with the id `uid`; the id as text if the user has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:

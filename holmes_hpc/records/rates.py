@@ -12,8 +12,8 @@ RATES = ("samples_per_s", "tokens_per_s", "model_tflops_per_gpu", "hardware_tflo
 
 
 def warmup_steps(count: int) -> int:
-    """Return how many of a run's first steps count as warm-up if it has `count` steps: a tenth, at least 2 and at most
-    20, and never more than half. Such steps connect sockets, fill caches and allocate memory."""
+    """Return the number of warm-up steps in a run of `count` steps: a tenth of all steps, but at least 2, at most 20,
+    and never more than half. Warm-up steps connect sockets, fill caches and allocate memory."""
     return min(max(2, min(20, count // 10)), count // 2)
 
 
@@ -24,8 +24,8 @@ def finite(values: ArrayLike) -> NDArray[np.float64]:
 
 
 def harmonic_mean(rates: ArrayLike) -> float:
-    """Return the mean rate of steps that do equal work: n / sum(1 / rate), which is all work over all time.
-    NaN without rates, or if one is not positive."""
+    """Return the mean rate of steps that do equal work: n / sum(1 / rate), which is total work divided by total time.
+    Return NaN if there are no finite rates, or if one is not positive."""
     values = finite(rates)
     if not len(values) or (values <= 0).any():
         return math.nan
@@ -33,17 +33,17 @@ def harmonic_mean(rates: ArrayLike) -> float:
 
 
 def first_attempt_of_plan(record: Mapping[str, Any]) -> int:
-    """Return the number of the attempt since which the run has had its present plan. `record`: run.yaml's content."""
+    """Return the number of the attempt with which the run's present plan began. `record`: the content of run.yaml."""
     plan_id = record.get("plan_id")
     plan_ids = [(a.get("plan_id") if isinstance(a, Mapping) else None) or plan_id for a in record["attempts"]]
     return max((i + 2 for i, attempt_plan in enumerate(plan_ids) if attempt_plan != plan_id), default=1)
 
 
 def mean_rates(lines: Sequence[Mapping[str, Any]], first_attempt: int = 1) -> dict[str, float]:
-    """Return the median step_time_s and the mean RATES of a run, as `holmes report` does.
+    """Return the median step_time_s and the harmonic mean of each of RATES, as `holmes report` shows them.
 
     `lines`: the run's metrics, one line per step, in order. Steps of attempts before `first_attempt` and warm-up steps
-    do not count. The result lacks figures that no line has."""
+    do not count. A figure that no line contains is left out of the result."""
     lines = [line for line in lines if not number(line.get("attempt")) < first_attempt]
     counted = lines[warmup_steps(len(lines)) :]
     times = finite([number(line.get("step_time_s")) for line in counted])

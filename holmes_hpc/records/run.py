@@ -1,6 +1,6 @@
-"""Reader and writer of a run directory: run.yaml, metrics.jsonl, and how the ranks and the run ended.
+"""Reader and writer of a run directory: run.yaml, metrics.jsonl, the ranks' exit records and result.json.
 
-holmes_hpc/records/schema.py describes its files.
+holmes_hpc/records/schema.py describes these files.
 """
 
 import contextlib
@@ -20,7 +20,8 @@ from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file, read_object
 
-Writer = Literal["follower", "batch"]  # of result.json, least authority first: the batch script sees the exit codes
+# The writers of result.json, the one with the least authority first. Only the batch script sees the exit codes.
+Writer = Literal["follower", "batch"]
 WRITERS: tuple[Writer, ...] = get_args(Writer)
 
 
@@ -77,9 +78,9 @@ class RunDirectory:
         overrides: Sequence[str] = (),
         **ids: Any,
     ) -> "RunDirectory":
-        """Create a run directory. run.yaml is written last, so a directory that has one is complete.
+        """Create a run directory. run.yaml is written last, so a directory that has a run.yaml is complete.
 
-        `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: as on the command line;
+        `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: the user's overrides;
         `ids`: more keys of run.yaml (plan_id, slurm, …). Raise RecordError if the directory already holds a run or
         cannot be created."""
         run = cls(path)
@@ -100,7 +101,7 @@ class RunDirectory:
         return run
 
     def read_run(self) -> dict[str, Any]:
-        """Return run.yaml as data, with at least `version, name, created, config, overrides, slurm, attempts`."""
+        """Return run.yaml, with at least the keys `version, name, created, config, overrides, slurm, attempts`."""
         what, hint = "not a run directory (no run.yaml)", "give a directory under runs/ (or HOLMES_RUNS)"
         unreadable = RecordError.instead_of(OSError, UnicodeDecodeError, where=self.run_path, hint="restore the file")
         with unreadable, RecordError.instead_of(FileNotFoundError, where=self.path, hint=hint, what=what):
@@ -115,13 +116,14 @@ class RunDirectory:
         return config
 
     def update_run(self, **values: Any) -> None:
-        """Set top-level keys of run.yaml, one writer at a time."""
+        """Set top-level keys of run.yaml. A lock keeps other writers out meanwhile."""
         with locked(self.path / ".lock"):
             self._write_run({**self.read_run(), **values})
 
     def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
-        """Record a new attempt of the run and return its number, from 1. Results of earlier attempts no longer count.
-        `values`: more keys of the attempt, such as job_id, hosts and first_step."""
+        """Record a new attempt in run.yaml and return its number. The first attempt has the number 1.
+        :meth:`read_result` then ignores results of earlier attempts. `values`: more keys of the attempt, such as
+        job_id, hosts and first_step."""
         with locked(self.path / ".lock"):
             data = self.read_run()
             number = len(data["attempts"]) + 1
@@ -144,22 +146,22 @@ class RunDirectory:
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
 
     def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append the metrics of one step, rounded as :func:`rounded` does.
-        Raise RunFailed if they cannot be written, as on a full disk; the file then keeps its former length."""
+        """Append the metrics of one step to metrics.jsonl, rounded by :func:`rounded`.
+        Raise RunFailed if they cannot be written, for example on a full disk. The file then keeps its old length."""
         if not isinstance(line.get("step"), int):
             problem = f"the step's number is {line.get('step')!r}"
             raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
         append_line(self.metrics_path, to_json(rounded(line)))
 
     def append_ranks(self, line: Mapping[str, Any]) -> None:
-        """Append a step's numbers of all ranks to ranks.jsonl. Raise RunFailed if they cannot be written."""
+        """Append one step's measurements of all ranks to ranks.jsonl. Raise RunFailed if they cannot be written."""
         append_line(self.path / "ranks.jsonl", to_json(line))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Return the metrics of each step as a mapping, in order of steps, without those that a restart undid.
+        """Return the metrics of each step as a mapping, in order of steps. Steps that a restart undid are left out.
 
-        A later attempt undoes the steps of earlier ones from its own first step on. A second line of an attempt for the
-        same step adds keys to the first, such as a validation loss. Broken lines are skipped."""
+        An attempt undoes all steps that earlier attempts made at or after its own first step. If an attempt wrote two
+        lines for a step, the second line adds keys, such as the validation loss. Broken lines are skipped."""
         steps: dict[int, dict[str, Any]] = {}
         for raw in self.metrics_bytes().split(b"\n"):
             try:
@@ -195,17 +197,17 @@ class RunDirectory:
     def write_exit(
         self, rank: int, state: str, error: str | None = None, host: str | None = None, **extra: Any
     ) -> None:
-        """Record how a rank ended, in exits/. Ranks never write result.json.
+        """Write the exit record of a rank into exits/. Ranks never write result.json.
 
-        `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: its node, by default
-        this one; `extra`: more keys. If they include `attempt`, run.yaml is not read."""
+        `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: the rank's node, by
+        default this node; `extra`: more keys. If `extra` includes `attempt`, run.yaml is not read."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
         data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename}
         data |= {"attempt": extra.get("attempt") or self.attempt, "time": time.time(), **extra}
         write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
 
     def read_exits(self) -> list[dict[str, Any]]:
-        """Return the exit records of the latest attempt in order of time, because the first failure causes the rest."""
+        """Return the exit records of the latest attempt. The earliest comes first, because it usually is the cause."""
         attempt = self.attempt
         exits = [
             (order, data)
@@ -215,11 +217,11 @@ class RunDirectory:
         return [data for order, data in sorted(exits, key=lambda exit_record: exit_record[0][1:])]
 
     def write_result(self, result: Mapping[str, Any], writer: Writer = "batch") -> bool:
-        """Record how the latest attempt ended in result.json. Return False if the present result stays instead.
+        """Write the result of the latest attempt to result.json. Return False if the existing result is kept instead.
 
-        Within an attempt, the batch script's result replaces that of a follower, a process that only watches the job.
-        Of two results of the same writer, the one with more steps stays; if equal, the first. `result`: the keys of
-        result.json, at least `state` (one of STATES)."""
+        Within an attempt, a result of the batch script replaces a result of a follower, which is a process that only
+        watches the job. Of two results by the same writer, the one with more steps is kept; if both have equally many,
+        the first one. `result`: the keys of result.json, at least `state` (one of STATES)."""
         with locked(self.path / ".lock"):
             defaults = {**BLANK_RESULT, "exit_code": 0 if result["state"] == "completed" else 1}
             defaults |= {"attempt": self.attempt, "time": time.time()}
@@ -234,8 +236,9 @@ class RunDirectory:
         return True
 
     def reopen(self, plan_text: str | None = None) -> dict[Path, Path]:
-        """Prepare an ended run for another attempt. Return {path: new path} of the files that were renamed.
-        The result, and the plan if `plan_text` replaces it, get names with the attempt's number (result-1.json)."""
+        """Prepare an ended run for another attempt. Return {old path: new path} of the files that were renamed.
+        result.json gets a name with the number of the ended attempt, such as result-1.json. If `plan_text` is given,
+        plan.yaml is renamed in the same way, and a new plan.yaml is written."""
         with locked(self.path / ".lock"):
             files = [self.plan_path] * (plan_text is not None) + [self.result_path] * self.result_path.exists()
             number = self.attempt
@@ -247,15 +250,15 @@ class RunDirectory:
         return renamed
 
     def close_again(self, renamed: Mapping[Path, Path], record: Mapping[str, Any]) -> None:
-        """Undo :meth:`reopen`, which returned `renamed`. `record`: the content of run.yaml before it was called."""
+        """Undo :meth:`reopen`. `renamed`: what it returned; `record`: the content of run.yaml before the call."""
         with locked(self.path / ".lock"):
             for path, new_path in renamed.items():
                 os.replace(new_path, path)
             self._write_run(dict(record))
 
     def read_result(self, latest_attempt: int | None = None) -> dict[str, Any] | None:
-        """Return the result of the latest attempt, with all keys of result.json; None without a readable one.
-        `latest_attempt`: its number, if run.yaml was just read."""
+        """Return the result of the latest attempt, with all keys of result.json; None if it has no readable result.
+        `latest_attempt`: the number of that attempt, if the caller knows it; None: read it from run.yaml."""
         data = read_object(self.result_path)
         if data is None:
             return None
@@ -270,8 +273,8 @@ class RunDirectory:
 
 
 def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return (attempt, index of the writer, last step), by which results are compared: the higher one stays.
-    A broken result has the lowest."""
+    """Return the sort key of a result: (attempt, index of its writer in WRITERS, last step).
+    The result with the higher key is kept. A broken result has the lowest key."""
     writer, final = result.get("writer"), result.get("final") or {}
     try:
         rank = WRITERS.index(writer) if writer in WRITERS else -1
@@ -281,7 +284,7 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
-    """Return (attempt, time, rank) of an exit record; None if the rank is missing or one is no number."""
+    """Return (attempt, time, rank) of an exit record; None if it has no rank, or if one of the three is no number."""
     try:
         attempt, end_time = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
         return attempt, end_time, int(exit_record["rank"])
@@ -290,5 +293,5 @@ def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None
 
 
 def _plain(value: Any) -> Any:
-    """Return a path or a text as a plain text, as YAML needs; other values unchanged."""
+    """Return a path, or an instance of a subclass of str, as a plain str for PyYAML; other values unchanged."""
     return str(value) if isinstance(value, (str, os.PathLike)) else value

@@ -1,18 +1,19 @@
-"""The files of a run directory and their content; run.yaml's parser (docs/records.md has examples).
+"""The files of a run directory and their content, and the parser of run.yaml. docs/records.md has examples.
 
 `run.yaml`: the run's settings, attempts and hardware (:data:`RUN_FIELDS`).
 `plan.yaml`: the Plan, as `holmes plan` writes it (schema: holmes_hpc/planning/plan/plan.py).
 `metrics.jsonl`: a line per step (schema: holmes_hpc/records/metrics.py).
-`ranks.jsonl`: a line every 100 steps: `step, attempt`, and of every rank `compute_s[], peak_memory_bytes[]`.
-`nics/NODE.jsonl`: a line per step of each node, in bytes: `step, attempt, node, nics{NIC: {tx, rx}}`. A NIC is named by
-its interface, or as device:port.
-`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the ranks' output, their timelines, the checkpoints.
-`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`; `signal`
-(its name) if a signal ended the rank.
+`ranks.jsonl`: a line every 100 steps: `step, attempt`, and lists with one entry per rank: `compute_s[],
+peak_memory_bytes[]`.
+`nics/NODE.jsonl`: a line per step with the bytes of a node's NICs: `step, attempt, node, nics{NIC: {tx, rx}}`. A NIC is
+named by its interface, or as device:port.
+`logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the output of each rank, its timeline, and the checkpoints.
+`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`; if a
+signal ended the rank, `signal` is the name of that signal.
 `result.json`: how the run ended: `version, state, exit_code, error, failed_rank, failed_node, log_tail[], final{},
 writer, attempt, time`. It is written last, by the batch script, or by a command that follows the job (a follower).
 
-Readers accept this version and older ones, missing keys, and runs that were killed. They refuse newer versions.
+Readers accept files of this and earlier versions, missing keys, and runs that were killed. They refuse later versions.
 """
 
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ RUN_FIELDS: dict[str, str] = read_table(__file__)  # of run.yaml: field -> meani
 
 def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
     """Parse the text of run.yaml into plain data; missing keys get empty values. `where`: the file's path, for errors.
-    Raise RecordError if the text is no run record, or of a newer version."""
+    Raise RecordError if the text is not a run record, or has a newer version than this release can read."""
     with RecordError.instead_of(yaml.YAMLError, where=where, hint="restore the file", what="not YAML:"):
         data = from_yaml(text)
     if not isinstance(data, dict):
@@ -54,14 +55,14 @@ def parse_run(text: str, where: str = "run.yaml") -> dict[str, Any]:
 
 
 def missing_fields(record: Mapping[str, Any]) -> list[str]:
-    """Return the fields of run.yaml that `record` (of :func:`parse_run`) lacks, because an older release wrote it.
-    Every run with a step should have them, except `cpus`, which only ranks on GPUs write."""
+    """Return the fields of run.yaml that `record` (from :func:`parse_run`) lacks because an older release wrote it.
+    A run that has made a step should have every field. `cpus` is not checked, because only ranks on GPUs write it."""
     empty = [name for name in ("created", "config", "attempts") if not record.get(name)]
     return [name for name in RUN_FIELDS if name in empty or name not in (*record, "cpus")]
 
 
 def check_version(data: Mapping[str, Any], where: str) -> None:
-    """Raise RecordError if the version of a record is newer than this release reads. `where`: its path, for errors."""
+    """Raise RecordError if this release is too old to read the record in `data`. `where`: its path, for the error."""
     version = data.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         problem = f"the record has version {version!r}, and this release reads versions up to {VERSION}"

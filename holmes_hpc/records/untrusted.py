@@ -1,8 +1,8 @@
 """Readers for files that other users may have written.
 
-Text that is not YAML or JSON, or that would crash the reader or exhaust its memory, raises an ordinary error. A pipe, a
-device or an oversized file is refused at once. libyaml and pyarrow's JSON reader use one C stack frame for each level
-of nesting, and crash when the stack overflows.
+Text that is not YAML or JSON, or that would crash the reader or exhaust its memory, raises an ordinary error. Pipes,
+devices and oversized files are refused without reading them. Nesting is limited, because libyaml and pyarrow's JSON
+reader use a C stack frame for each level of nesting and crash when the stack overflows.
 """
 
 import errno
@@ -16,11 +16,11 @@ from typing import Any, BinaryIO
 import yaml
 
 SAFE_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's, if PyYAML was built with it
-MAX_LEVELS = 100  # of nesting; holmes writes about ten
-MAX_VALUES = 500_000  # of a YAML text; more take many seconds to parse
+MAX_LEVELS = 100  # levels of nesting; files of holmes have about ten
+MAX_VALUES = 500_000  # values in a YAML text; more would take many seconds to parse
 MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
 MAX_DIGITS = 300
-MAX_LINES_BYTES = 1 << 31  # of a file of JSON lines: about two million steps
+MAX_LINES_BYTES = 1 << 31  # size of a JSON Lines file: about two million steps
 MAX_TEXT_BYTES = 1 << 26  # 64 MiB; the largest tokenizer.json published has 33 MB
 _NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # a long number: Python refuses to print over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
@@ -28,7 +28,7 @@ _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 
 def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None = None) -> BinaryIO:
     """Open the regular file at `path` for reading. `flags`: more flags of open(2); `folder`: the descriptor of the
-    directory that `path` is relative to. Raise OSError also for pipes, devices and sockets, which may never end."""
+    directory that `path` is relative to. Pipes, devices and sockets raise OSError, because reading may never end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, dir_fd=folder)  # a pipe without a writer does not block
     try:
         mode = os.fstat(handle).st_mode
@@ -42,8 +42,8 @@ def open_file(path: str | os.PathLike[str], flags: int = 0, folder: int | None =
 
 
 def leaves_folder(path: Path, folder: Path) -> bool:
-    """Return whether `path`, a file in `folder`, links to a file outside of it. In a snapshot of Hugging Face's cache,
-    a link to a blob of the same model does not count."""
+    """Return whether `path`, a file in `folder`, is a link to a file outside of `folder`. In a snapshot folder of
+    Hugging Face's cache, links to the blobs of the same model are allowed."""
     resolved, folder = path.resolve(), folder.resolve()
     is_blob = folder.parent.name == "snapshots" and resolved.parent == folder.parent.parent / "blobs"
     return not is_blob and not resolved.is_relative_to(folder)
@@ -60,7 +60,7 @@ def read_file(path: str | os.PathLike[str], max_bytes: int = MAX_TEXT_BYTES) -> 
 
 
 class _Loader(SAFE_LOADER):  # type: ignore[valid-type, misc]
-    """The safe loader. It refuses a mapping that has a key twice, of which YAML would drop the first value."""
+    """PyYAML's safe loader, which also refuses a mapping with a repeated key. PyYAML would keep only its last value."""
 
     def get_single_node(self) -> Any:
         root = super().get_single_node()
@@ -95,10 +95,10 @@ def from_yaml(text: str) -> Any:
 
 
 def _check_size(text: str) -> None:
-    """Raise YAMLError for a text that is nested too deeply, has a number with too many digits, or is too large once its
-    aliases are expanded."""
+    """Raise YAMLError for a text that is nested too deeply, has a number with too many digits, or has too many values
+    after its aliases are expanded."""
     sizes: dict[str, int] = {}  # anchor -> number of values
-    open_collections: list[tuple[str | None, int]] = []  # (anchor, values before it)
+    open_collections: list[tuple[str | None, int]] = []  # (anchor, number of values before the collection)
     values = alias_values = 0
     for event in yaml.parse(text, Loader=SAFE_LOADER):
         if isinstance(event, yaml.ScalarEvent):
@@ -132,7 +132,7 @@ def _position(event: Any) -> str:
 
 
 def from_json(text: str | bytes) -> Any:
-    """Parse a JSON text into plain data. Raise ValueError if it is no JSON or nested too deeply."""
+    """Parse a JSON text into plain data. Raise ValueError if the text is not JSON, or is nested too deeply."""
     data = text.encode("utf-8", errors="surrogatepass") if isinstance(text, str) else text
     if too_deep(data):
         raise ValueError(f"nested more than {MAX_LEVELS} levels deep")
@@ -143,7 +143,7 @@ def from_json(text: str | bytes) -> Any:
 
 
 def read_object(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if it is missing or broken."""
+    """Return the JSON object in a file; None if the file is missing, unreadable or has no JSON object."""
     try:
         data = from_json(read_file(path))
     except (OSError, ValueError):
@@ -152,7 +152,7 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 
 def too_deep(text: bytes) -> bool:
-    """Return whether a JSON text is nested more than MAX_LEVELS deep."""
+    """Return whether a JSON text is nested more than MAX_LEVELS levels deep."""
     if text.count(b"[") + text.count(b"{") <= MAX_LEVELS:
         return False
     level = 0

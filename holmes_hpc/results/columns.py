@@ -1,6 +1,6 @@
 """The columns of the tables of runs, steps and stages: name -> (type, meaning), from columns.yaml.
 
-Their values come from results/loading: of a run from run_row.py, of its steps from steps.py, of stages from loader.py.
+The values come from results/loading: run_row.py sets those of runs, steps.py of steps, and loader.py of stages.
 
 Missing texts are None, missing numbers NaN. The keys of a configuration, of labels and of NIC counters differ from run
 to run. So each of these mappings becomes a family of columns, whose names are a prefix and a key (`config.train.lr`,
@@ -38,8 +38,10 @@ RUN_COLUMNS, STEP_COLUMNS, STAGE_COLUMNS = map(_columns, ("runs", "steps", "stag
 
 
 class Family(NamedTuple):
-    """A family of columns of the table of runs: one column, named `prefix` and a key, for each key that any run has.
-    `keys`: what the keys are, for the documentation; `kind`: pandas' type of the columns."""
+    """A family of columns of the table of runs, with one column for each key that any run has.
+
+    `prefix`: start of the columns' names, followed by the key; `keys`: placeholder of the keys in the documentation;
+    `meaning`: meaning of the columns; `kind`: pandas type of the columns."""
 
     prefix: str
     keys: str

@@ -1,4 +1,4 @@
-"""Comparison of runs: the runs with one setting (its repeats) form a cell, a row of the result. Cells are ranked.
+"""Comparison of runs. Runs with the same setting (repeats) form a cell, which is one row of the ranked result.
 
 comparison_text.py describes the result in sentences, comparison_tables.py in tables."""
 
@@ -25,18 +25,18 @@ CELL, SAME_WORK = _TABLE["cell"], _TABLE["same_work"]
 MEDIAN_RUN_FAMILIES = ("stage_breakdown", "tx_bytes_per_step", "planned_bytes_per_step")
 RUN_MEDIANS = ["loss", "validation_loss", "tokens_per_s", "predicted_samples_per_s", "predicted_step_time_s", *PARTS]
 NAMING = ("environment", "placement", "system", "varied", "apart")  # columns that name a cell in texts
-# Columns that tables lack. Where cells differ only in them, the column `apart` shows how.
+# Columns that tables do not show. If cells differ only in these columns, the column `apart` shows the differences.
 NOT_IN_ROWS = [name for name in CELL if name not in ("system", "varied", "environment", "placement", "nodes")]
 
 
 @dataclass(frozen=True)
 class Comparison:
     """A comparison of runs. `cells`: one row per setting, the best first, with medians over its repeats; `runs`: all
-    runs, with their `system` and `cell` (index of the cell; -1: the run has no figures).
+    runs, with the columns `system` and `cell` (index of the run's cell; -1 if the run has no figures).
 
     Columns of `cells`: `baseline` (index of the cell with which a cell is compared), `speedup` over the baseline with
-    the interval `speedup_low` to `speedup_high`, `pairs` (number of paired runs), `of_linear` and `of_mean` (see
-    with_shares), `apart` (differences from cells that would look the same in a table)."""
+    the interval `speedup_low` to `speedup_high`, `pairs` (number of pairs of runs behind it), `of_linear` and `of_mean`
+    (see with_shares), `apart` (differences from cells that would look the same in a table)."""
 
     cells: pd.DataFrame
     runs: pd.DataFrame
@@ -45,8 +45,9 @@ class Comparison:
 def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
     """Return `runs` with the columns `system`, `varied` and `sizes`.
 
-    `system`: the run's label of that name, else a description of its configuration. `varied`: the overrides in which
-    runs differ and that no other column shows (`train.lr=0.01`). `sizes`: of the model (`layers=12 hidden=768 …`)."""
+    `system`: the run's label `system` if set, otherwise a description of its configuration. `varied`: the overrides
+    that differ between runs and that no other column shows (`train.lr=0.01`). `sizes`: the sizes of the model
+    (`layers=12 hidden=768 …`)."""
     per_run = [_overrides(row) for _, row in entries(runs)]
     all_keys = {key for overrides in per_run for key in overrides}
     differ = sorted(key for key in all_keys if len({overrides.get(key) for overrides in per_run}) > 1)
@@ -58,7 +59,7 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overrides(run: Mapping[str, Any]) -> dict[str, str]:
-    """Return {key: value} of those overrides of a run that belong in the column `varied`."""
+    """Return {key: value} of the overrides of a run that the column `varied` may show."""
     values = {key: value for key, _, value in (override.lstrip("+~").partition("=") for override in run["overrides"])}
     overlap_keys = ["train.overlap_grad_reduce", "train.overlap_param_gather"]
     is_shown_by_overlap = len({values.get(key, "true").lower() for key in overlap_keys}) == 1  # the column `overlap`
@@ -74,7 +75,7 @@ def entries(frame: pd.DataFrame) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _system(run: Mapping[str, Any]) -> str:
-    """Return the column `system` of a run: its label of that name, else a text such as "one transport, no overlap"."""
+    """Return the run's label `system` if set, otherwise a text such as "one transport, no overlap"."""
     if has_value(label := run.get("labels.system")) and label:
         return str(label)
     parts = ["one transport" if run["transport"] == "single" else "holmes"]
@@ -86,9 +87,10 @@ def _system(run: Mapping[str, Any]) -> str:
 
 
 def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
-    """Group `runs` (of load_runs) into cells, ranked by throughput or, if `by` is "loss", by loss.
+    """Group `runs` (the result of load_runs) into cells. Rank them by throughput or, if `by` is "loss", by loss.
 
-    The interval of a cell with one run shows the variation between steps, that of other cells between runs."""
+    The step-time interval of a cell with one run shows the variation between steps. The intervals of other cells show
+    the variation between runs."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -137,7 +139,7 @@ def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
 
 
 def _step_time(group: pd.DataFrame) -> Estimate:
-    """Return a cell's step time, with the interval over the steps of a single run or over several runs."""
+    """Return a cell's step time. Its interval is over steps if the cell has one run, and over runs otherwise."""
     if len(group) == 1:
         run = group.iloc[0]
         return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)
@@ -172,7 +174,9 @@ def _other_sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return `cells` with their speed-ups over their baselines: medians of paired runs, if there are any."""
+    """Return `cells` with the speed-up of each cell over its baseline.
+
+    It is the median over pairs of runs. Without pairs, it is the ratio of the two cells' throughputs."""
     rows, complete, labelled = [], completed(cells), runs[runs["session"].notna()]
     for index, cell in entries(cells):
         baseline, speedup = _baseline(complete, index, cell), statistics.repeats_interval([])
@@ -188,8 +192,8 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int | None:
     """Return the index of the cell to compare `cell` with; None if no other cell did the same work.
 
-    Among cells with the same work, this is the fastest one with one transport on the same nodes (plain Megatron-LM),
-    else the slowest one."""
+    It is the fastest cell that did the same work on the same nodes with one transport (plain Megatron-LM). Without such
+    a cell, it is the slowest cell that did the same work."""
     same = cells[_matches(cells, cell, SAME_WORK)]
     plain = same[_matches(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):
@@ -200,8 +204,9 @@ def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int |
 def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
     """Return `cells` with the columns `of_linear` and `of_mean`, which are NaN without cells to compare with.
 
-    `of_linear`: throughput per node over that of the same system and environment on the fewest nodes. `of_mean`: for a
-    hybrid cell, throughput over the mean of the fastest IB and the fastest RoCE cell with the same work."""
+    `of_linear`: throughput per node, divided by the throughput per node of the same system and environment on the
+    fewest nodes. `of_mean`: the throughput of a hybrid cell, divided by the mean throughput of two cells with the same
+    work, the fastest IB cell and the fastest RoCE cell."""
     linear, mean = (pd.Series(math.nan, index=cells.index) for _ in range(2))
     complete = completed(cells)
     for _, group in scaled(complete):

@@ -1,4 +1,4 @@
-"""Tables that compare several runs, as of a sweep: one row per setting, the fastest first."""
+"""Tables that compare several runs, for example the runs of a sweep: one row per setting, the best first."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -28,8 +28,8 @@ def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Ta
 
 
 def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
-    """Return the table of cells: throughput, speed-up, predicted step time, loss and, where known, `of_linear` and
-    `of_mean`. Columns with the same text in all rows are in the caption instead."""
+    """Return the table of cells: throughput, speed-up, error of the predicted step time, loss and, where known,
+    `of_linear` and `of_mean`. A description that is the same in all rows is moved to the caption."""
     cells = comparison.cells
     shown = cells.head(MAX_ROWS)
     numbers = {index: str(i) for i, index in enumerate(cells.index, 1)}
@@ -99,7 +99,7 @@ def bytes_table(comparison: Comparison) -> Table | None:
 
 
 def _with_names(title: str, cells: pd.DataFrame, texts: pd.DataFrame, note: str) -> Table:
-    """Return the table of `texts` for the first `cells`, after their number, run, system and nodes."""
+    """Return a table of the first `cells`: number, run, system and nodes of each cell, followed by its `texts`."""
     shown = cells.head(MAX_ROWS)
     names = {"#": range(1, len(shown) + 1), "run": shown["names"], "system": shown["system"]}
     names_table = pd.DataFrame({**names, "nodes": shown["placement"].map(as_text)}).reset_index(drop=True)

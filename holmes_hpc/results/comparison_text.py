@@ -10,8 +10,8 @@ from holmes_hpc.results.columns import has_value
 from holmes_hpc.results.compare import SAME_WORK, Comparison, completed, entries, label, labels, loss_of, work_text
 from holmes_hpc.results.tables import format_interval, format_number
 
-MAX_BARS = 12  # of the bar chart; the table has the other cells
-OVERLOAD = 1.5  # measured over predicted step time of emulated compute, above which the machine was overloaded
+MAX_BARS = 12  # bars in the bar chart; only the table shows further cells
+OVERLOAD = 1.5  # with emulated compute, the machine was overloaded above this ratio of measured to predicted step time
 
 
 def ranking(comparison: Comparison) -> list[str]:
@@ -34,9 +34,9 @@ def ranking(comparison: Comparison) -> list[str]:
 def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | None] | None:
     """Return (fastest cell, cell that it is compared with) among cells that did the same work, as {column: value}.
 
-    If cells did different work, the largest group with the same work counts. If it has only one cell, the second is
-    None; else the fastest cell gets a key `ratio`, its speed-up over the second. Cells without a completed run are used
-    only if no cell has one. Return None without any cells."""
+    If cells did different work, only the largest group with the same work is used. If this group has only one cell, the
+    second cell is None. Otherwise the fastest cell gets a key `ratio`, its speed-up over the second cell. If any cell
+    has a completed run, cells without one are ignored. Return None if there are no cells."""
     cells = comparison.cells
     if cells.empty:
         return None
@@ -49,7 +49,7 @@ def winner(comparison: Comparison) -> tuple[dict[str, Any], dict[str, Any] | Non
         return best, None
     has_baseline = has_value(best["baseline"]) and best["baseline"] in slower
     base = dict(entries(cells))[int(best["baseline"]) if has_baseline else slower[-1]]
-    if not has_baseline:  # the columns speedup and pairs are over another cell than `base`
+    if not has_baseline:  # the columns speedup and pairs compare it with another cell than `base`
         speedup = best["samples_per_s"] / base["samples_per_s"]
         best |= {"speedup": speedup, "pairs": 0, "speedup_low": math.nan, "speedup_high": math.nan}
     return {**best, "ratio": float(best["speedup"])}, base
@@ -94,8 +94,8 @@ def _overload(cell: Mapping[str, Any]) -> str | None:
 def is_faster(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
     """Return whether `best` is significantly faster than `base` (the two cells of :func:`winner`).
 
-    If runs are paired, the interval of their speed-ups must be above 1. Else the intervals of the two step times per
-    sample must not overlap. Without intervals, the speed-up must be above 1.05."""
+    If the cells have pairs of runs, the interval of the speed-up must be above 1. Otherwise the intervals of the two
+    step times per sample must not overlap. Without intervals, the speed-up must be above 1.05."""
     if not has_intervals(best, base):
         return bool(best["ratio"] > 1.05)
     if has_value(best["speedup_low"]):
@@ -110,8 +110,9 @@ def has_intervals(best: Mapping[str, Any], base: Mapping[str, Any]) -> bool:
 
 
 def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """Return a sentence on the part of a step in which `best` saves the most time, compared with `base`. Times are
-    compared per sample, because batch sizes may differ."""
+    """Return a sentence on the part of a step in which `best` saves the most time, compared with `base`.
+
+    Times are compared per sample, because batch sizes may differ."""
     saved = {}
     for part in PARTS if has_value(best["global_batch"]) and has_value(base["global_batch"]) else ():
         sample_s = [float(c[part]) / float(c["global_batch"]) for c in (best, base) if has_value(c[part])]
@@ -129,10 +130,10 @@ def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 
 def headline(comparison: Comparison) -> list[str]:
-    """Return a sentence that compares the fastest hybrid cell with the mean of InfiniBand and RoCE alone.
+    """Return a text that compares the fastest hybrid cell with the mean of an InfiniBand cell and a RoCE cell.
 
-    It also names the speed-up over one transport for all groups on the same nodes, and the largest error of predicted
-    step times. No sentence unless a hybrid cell, an InfiniBand cell and a RoCE cell did the same work."""
+    The text also gives the speed-up over plain Megatron-LM (one transport for all groups) on the same nodes, and the
+    largest error of predicted step times. Return an empty list unless three cells of these kinds did the same work."""
     cells = dict(entries(comparison.cells))
     hybrid = next((cell for cell in cells.values() if has_value(cell["of_mean"])), None)
     if hybrid is None:

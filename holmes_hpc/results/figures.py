@@ -74,8 +74,9 @@ def _bars(
 ) -> Figure:
     """Draw horizontal bars from top to bottom, each below its label, so that long labels need no margin.
 
-    For each bar, `labels` has its label, `rows` the lengths of its stacked parts, `ends` the text after it, and
-    `bounds` (low, high) of its interval. `names`: of the parts, for the legend; `xlabel`, `title`: of the axes."""
+    `labels`: the label of each bar; `rows`: the lengths of the stacked parts of each bar; `names`: the names of the
+    parts in the legend; `ends`: the text after each bar; `bounds`: the interval (low, high) of each bar; `xlabel`,
+    `title`: texts of the axes."""
     has_legend = len(names) > 1
     figure, axes = _axes((1.9 if has_legend else 0.9) + 0.62 * max(1, len(rows)))
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
@@ -112,7 +113,8 @@ def _single_bars(
 def distinct(labels: Sequence[str]) -> list[str]:
     """Return the labels shortened to at most MAX_LABEL characters, but still distinct.
 
-    If one is longer, the prefix that all share is cut, and then the middle of labels that are still too long."""
+    If any label is longer, the prefix that all labels share is cut. Labels that are still too long lose their
+    middle."""
     if all(len(text) <= MAX_LABEL for text in labels):
         return list(labels)
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
@@ -126,8 +128,9 @@ def distinct(labels: Sequence[str]) -> list[str]:
 
 
 def _plain(name: object) -> str:
-    """Return `name` as a text that matplotlib shows as it is: without formulas (`$`), and not hidden from legends
-    (`_` at the start)."""
+    """Return `name` as a text that matplotlib shows unchanged.
+
+    matplotlib would parse `$` as a formula, and would leave a name that starts with `_` out of the legend."""
     text = str(name).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -148,7 +151,7 @@ def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
 
 
 def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
-    """Draw the throughput of every cell in percent of that of the complete system, the cell with index `reference`."""
+    """Draw every cell's throughput in percent of the complete system's, which is the cell with index `reference`."""
     shares = (100 * cells["samples_per_s"] / float(cells.loc[reference, "samples_per_s"])).tolist()
     xlabel, title = "throughput, % of the complete system", "Contribution of each part"
     figure = _single_bars(list(map(str, cells["system"])), shares, xlabel, title, end="{:.0f}%")
@@ -189,7 +192,7 @@ def breakdown(labels: Sequence[str], rows: Sequence[Mapping[Any, float]]) -> Fig
 def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the bytes sent per step by network: planned payload, and NIC counters if there are any.
 
-    `traffic`: of :func:`holmes_hpc.results.tables.traffic`."""
+    `traffic`: the result of :func:`holmes_hpc.results.tables.traffic`."""
     megabytes = {}
     for row in traffic:
         megabytes[f"{row['kind']}: planned"] = float(row["planned_bytes"] or 0) / 1e6
@@ -220,8 +223,8 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
 def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | None = None) -> Figure:
     """Draw the loss of every run in `steps`, with validation losses as markers and restarts as vertical lines.
 
-    `by`: the horizontal axis: step, tokens (`tokens`: {run: tokens per step}) or time (since the run's start, without
-    waits between attempts)."""
+    `by`: the horizontal axis: step, tokens, or time since the run's start (without waits between attempts). `tokens`:
+    {run: tokens per step}."""
     figure, axes = _axes(3.2 + (0.25 * steps["run"].nunique() if steps["run"].nunique() <= 8 else 0))
     for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
         progress, style = _progress(run, by, (tokens or {}).get(str(name), 1.0)), _point_style(index)
@@ -241,7 +244,7 @@ def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | No
 
 
 def _progress(run: pd.DataFrame, by: str, tokens: float) -> pd.Series:
-    """Return the position of each of a run's steps on the horizontal axis. `tokens`: per step."""
+    """Return the position of each of a run's steps on the horizontal axis. `tokens`: tokens per step."""
     if by != "time":
         return run["step"] * (tokens if by == "tokens" else 1.0)
     elapsed_s = run["time"].diff().clip(lower=0)
@@ -265,8 +268,8 @@ def step_times(steps: pd.DataFrame) -> Figure:
 def timeline(measured: pd.DataFrame, simulated: pd.DataFrame | None = None) -> Figure:
     """Draw one step of the pipeline, a row per stage: measured above, simulated below, on the same time axis.
 
-    Forward passes are light, backward passes dark and hatched; in the gaps, a stage waits. `measured`: of
-    :func:`holmes_hpc.results.timeline.typical_step`; `simulated`: with the same columns."""
+    Forward passes are light, backward passes dark and hatched; in the gaps, a stage waits. `measured`: the result of
+    :func:`holmes_hpc.results.timeline.typical_step`; `simulated`: a table with the same columns."""
     panels = [("measured", measured)] + ([("simulated", simulated)] if simulated is not None and len(simulated) else [])
     stages = int(max((frame["stage"].max() for _, frame in panels if len(frame)), default=0)) + 1
     with matplotlib.rc_context(fname=STYLE):

@@ -35,9 +35,10 @@ def _plan(text: str) -> dict[str, Any]:
 
 
 def _shaped(value: Any, shape: Any) -> Any:
-    """Return `value` without the parts whose types differ from those in `shape`, as in a plan edited by hand.
+    """Return `value` without the parts whose types differ from `shape`. A plan edited by hand can have such parts.
 
-    `shape`: the example of this value in SHAPE; None allows any value, because such values are only shown."""
+    `shape`: the example of this value in SHAPE. None allows any value, because a value without an example is only
+    shown."""
     if isinstance(shape, dict):
         return {key: _shaped(element, shape.get(key)) for key, element in mapping(value).items()}
     if isinstance(shape, list):
@@ -78,7 +79,7 @@ def plan_columns(plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nodes_by(components: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> dict[str, int]:
-    """Return {name: nodes}: the name is the value of the first of the `keys` that a component has."""
+    """Return {name: number of nodes}. A component is named by its value of the first of the `keys` that it has."""
     nodes: dict[str, int] = {}
     for c in components:
         name = next((str(c[k]) for k in keys if c.get(k)), "None")
@@ -94,10 +95,11 @@ def nic_types(plan: Mapping[str, Any]) -> dict[str, str]:
 
 
 def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
-    """Return the name of the NIC environment of a placement: IB, RoCE or Ethernet, "hybrid" for an IB and a RoCE
-    fabric, "one node", or a list of fabrics for other mixes (`2 x IB`, `IB + RoCE + Ethernet`).
+    """Return the name of a placement's NIC environment.
 
-    `nodes`: {fabric: number of nodes}; `types`: of :func:`nic_types`."""
+    It is "one node", the NIC type of a single fabric (IB, RoCE, Ethernet, …), "hybrid" for one IB and one RoCE fabric,
+    or a list for other mixes (`2 x IB`, `IB + RoCE + Ethernet`). `nodes`: {fabric: number of nodes}; `types`: the
+    result of :func:`nic_types`."""
     if sum(nodes.values()) == 1:
         return "one node"
     kinds = [types.get(name, name) for name in nodes]
@@ -109,7 +111,7 @@ def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """Return `value` if it is a dictionary, else an empty one. Damaged records may have any value in its place."""
+    """Return `value` if it is a dictionary, otherwise an empty one, because damaged records may have any value."""
     return value if isinstance(value, dict) else {}
 
 

@@ -23,16 +23,16 @@ from holmes_hpc.results.timeline import read_trace, typical_step, write_perfetto
 Simulate = Callable[[Path], list[dict[str, Any]]]
 HYPERPARAMETERS = ("lr", "min_lr", "warmup_steps", "weight_decay", "seed")
 MAX_RUNS_WITH_STEPS = 8  # no figure shows the steps of more runs
-SLOW = 1.15  # measured over planned time of emulated compute, above which the machine was overloaded
+SLOW = 1.15  # above this ratio of measured to planned emulated compute time, the machine was overloaded
 
 
 @dataclass(frozen=True)
 class Report:
-    """The report of one or several runs. `runs`: a row per run; `steps`: a row per step, empty for many runs; `by`:
-    throughput or loss, by which settings are ranked.
+    """The report of one or several runs. `runs`: a row per run; `steps`: a row per step, empty for many runs; `by`: the
+    figure that ranks settings, throughput or loss.
 
-    For one run, else empty: `plan`: the content of plan.yaml; `trace`: the measured events of one step (see
-    timeline.typical_step); `simulated`: the events of the simulated step."""
+    These attributes are empty for several runs. `plan`: the content of plan.yaml; `trace`: the measured events of one
+    step (see timeline.typical_step); `simulated`: the events of the simulated step."""
 
     runs: pd.DataFrame
     steps: pd.DataFrame
@@ -52,7 +52,9 @@ class Report:
         return compare.entries(self.comparison.runs)[0][1]
 
     def answer(self) -> list[str]:
-        """Return a few sentences: which placement is fastest, by how much, and why; for one run a summary."""
+        """Return a few sentences: a summary of one run, or how several runs compare.
+
+        They name the fastest placement, by how much it is faster, and why; or the settings with the lowest loss."""
         if self.single:
             warnings = logged_warnings(RunDirectory(self.run["path"]))
             return [*_one_run_answer(self.run, self.plan), *([f"Rank 0 logged {warnings}."] if warnings else [])]
@@ -61,7 +63,7 @@ class Report:
         return comparison_text.ranking(self.comparison)
 
     def bars(self) -> list[tuple[str, float]]:
-        """Return (name, samples/s) of each setting for a bar chart; empty for one run, or if ranked by loss."""
+        """Return (name, samples/s) of the settings in a bar chart; empty for one run, or if loss ranks the settings."""
         return [] if self.single or self.by != "throughput" else comparison_text.bars(self.comparison)
 
     def tables(self) -> list[Table]:
@@ -99,8 +101,8 @@ def load_report(
 ) -> Report:
     """Return the report of all runs at or below `paths`, which are run directories or directories of runs (sweeps).
 
-    `simulate`: returns the simulated events (stage, kind, start_s, end_s) of the plan.yaml at a path. It is called for
-    a single run with a trace. Raise RecordError if there are no runs."""
+    `simulate`: a function that returns the simulated events (stage, kind, start_s, end_s) of the plan.yaml at a given
+    path; it is called only for a single run with a trace. Raise RecordError if there are no runs."""
     frames: list[pd.DataFrame] = []
     selections: list[tuple[str | os.PathLike[str], dict[str, str]]] = []
     loaded_paths: set[str] = set()
@@ -190,7 +192,7 @@ def _run_summary(run: dict[str, Any]) -> str:
 
 
 def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[dict[str, Any]]:
-    """Return the rows of `frame` as JSON values. Each of `families` is one key, with a mapping of its columns."""
+    """Return the rows of `frame` as JSON values. The columns of each family in `families` become one mapping."""
     prefixes = tuple(column_family.prefix for column_family in FAMILIES.values())
     rows = []
     for _, row in compare.entries(frame):
@@ -212,7 +214,7 @@ def _config(row: Mapping[str, Any]) -> dict[str, Any]:
     config: dict[str, Any] = {}
     values = family_values(row, "config")
     names = [key.removeprefix("config.") for key in row if key.startswith("config.")]
-    for name in sorted(names, key=values.__contains__):  # missing values first, so that they replace no others
+    for name in sorted(names, key=values.__contains__):  # missing values first, so that known ones replace them
         group, _, key = name.partition(".")
         config[group] = {**(config.get(group) or {}), key: values.get(name)} if key else values.get(name)
     return config

@@ -1,7 +1,7 @@
 """Statistics of step times and throughput, without warm-up steps.
 
-Step times have medians with intervals, rates harmonic means. Speed-ups are computed from pairs of runs with the same
-label `session`. NaN is a missing value."""
+Step times are summarised by their median and an interval, rates by their harmonic mean. Speed-ups are computed from
+pairs of runs with the same label `session`. NaN stands for a missing value."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,14 +17,15 @@ from numpy.typing import ArrayLike, NDArray
 from holmes_hpc.records.rates import finite
 
 CONFIDENCE = 0.95
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% of Student's t, by the number of values
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student's t, by the number of values
 
 
 @dataclass(frozen=True)
 class Estimate:
     """A median and its confidence interval, in the unit of the values.
 
-    `low` and `high` are NaN where `count` values are too few for an interval of that confidence."""
+    `count`: the number of values. If it is too small for an interval with confidence CONFIDENCE, `low` and `high` are
+    NaN."""
 
     median: float
     low: float
@@ -34,12 +35,12 @@ class Estimate:
 
 @lru_cache(maxsize=4096)
 def interval_positions(count: int) -> tuple[int, int] | None:
-    """Return the positions (from 0) of those two of `count` sorted values that enclose the median with a probability of
-    at least CONFIDENCE; None if there are too few values.
+    """Return the positions (from 0), among `count` sorted values, of the two ends of the median's confidence interval.
 
-    The interval makes no assumption on the distribution: P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k)
-    (order statistics; David and Nagaraja 2003, 7.1). Above 1000 values a normal distribution approximates the
-    binomial."""
+    The interval contains the median with a probability of at least CONFIDENCE. Return None if there are too few values
+    for such an interval. It makes no assumption on the distribution, because of order statistics (David and Nagaraja
+    2003, 7.1): P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k). Above 1000 values, a normal distribution
+    approximates the binomial."""
     tail = (1 - CONFIDENCE) / 2
     if count > 1000:
         k = math.floor(count / 2 - NormalDist().inv_cdf(1 - tail) * math.sqrt(count) / 2) - 1
@@ -50,8 +51,9 @@ def interval_positions(count: int) -> tuple[int, int] | None:
 
 
 def median_interval(values: ArrayLike) -> Estimate:
-    """Return the median and its interval by order statistics (:func:`interval_positions`). Fewer than 6 values have no
-    interval of 95%."""
+    """Return the median and its interval by order statistics (:func:`interval_positions`).
+
+    A 95% interval needs at least 6 values."""
     ordered = np.sort(finite(values))
     if not len(ordered):
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -63,9 +65,9 @@ def median_interval(values: ArrayLike) -> Estimate:
 def repeats_interval(values: ArrayLike) -> Estimate:
     """Return the median of positive values (a step time or a rate, one per repeated run), with its interval.
 
-    The interval shows the variation between runs: by order statistics for six runs or more, by Student's t of the
-    logarithms, assumed to be normal, for two to five. One run has no interval, because it does not show how runs
-    vary."""
+    The interval shows the variation between runs. For six runs or more it is computed by order statistics. For two to
+    five runs it is computed by Student's t, assuming that the logarithms of the values are normally distributed. One
+    run has no interval, because it does not show how runs vary."""
     estimate = median_interval(values)
     if estimate.count not in STUDENT:
         return estimate
@@ -93,7 +95,9 @@ def fraction_of_homogeneous(hybrid: float, homogeneous: Iterable[float]) -> floa
 
 
 def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.float64]:
-    """Return each run's throughput per node over the mean of the runs on the fewest nodes; 1.0 is linear scaling."""
+    """Return each run's throughput per node, divided by the mean throughput per node of the runs on the fewest nodes.
+
+    A value of 1.0 is linear scaling."""
     t, n = np.asarray(throughput, dtype=np.float64), np.asarray(nodes, dtype=np.float64)
     base = n == n.min()
     return (t / n) / np.mean(t[base] / n[base])

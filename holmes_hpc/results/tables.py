@@ -58,7 +58,7 @@ def format_interval(low: Any, high: Any) -> str:
 
 
 def interval_note(low: Any, high: Any) -> str:
-    """Return an interval in brackets, with a space before it; empty without one."""
+    """Return an interval in brackets, with a leading space; an empty text if there is no interval."""
     return f" ({format_interval(low, high)})" if has_value(low) else ""
 
 
@@ -98,8 +98,10 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 def _figure(
     name: str, value: Any, predicted: Any, bounds: tuple[Any, Any] = (None, None), hide_error: bool = False
 ) -> list[str]:
-    """Return a row of :func:`throughput`. `bounds`: of the interval. `hide_error`: for predicted rates, whose error
-    would have the opposite sign of that of the step time."""
+    """Return a row of :func:`throughput`. `bounds`: lower and upper end of the interval.
+
+    `hide_error`: leave out the prediction error. It is set for rates whose error would have the opposite sign of the
+    step time's error."""
     error = float(percentage_errors([predicted], [value])[0]) if has_value(predicted) and has_value(value) else math.nan
     error_text = "" if hide_error else format_percent(error)
     return [name, format_number(value), format_interval(*bounds), format_number(predicted), error_text]
@@ -126,11 +128,11 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 
 
 def traffic(run: Mapping[str, Any], plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the bytes that all nodes together send per step, as a mapping for each fabric and for ethernet (`kind`).
+    """Return the bytes that all nodes together send per step, as one mapping per network (a fabric, or ethernet).
 
-    Keys: `kind`, `nic` (its type), `planned_bytes` (payload), `counted_bytes` (by the NICs), `header_factor`,
-    `payload_bytes` (counted bytes over header factor), `difference_percent` (payload over planned bytes, minus 100%).
-    None: unknown."""
+    Keys: `kind` (name of the network), `nic` (type of its NICs), `planned_bytes` (planned payload), `counted_bytes`
+    (bytes counted by the NICs), `header_factor`, `payload_bytes` (counted bytes divided by the header factor),
+    `difference_percent` (payload divided by planned bytes, minus 100%). Unknown values are None."""
     planned, sent = family_values(run, "planned_bytes_per_step"), family_values(run, "tx_bytes_per_step")
     factors, types = family_values(run, "header_factors"), nic_types(plan)
     rows = []
@@ -177,8 +179,9 @@ def _nic_name(entry: Mapping[str, Any]) -> str:
 
 
 def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a mapping for each distinct `kind`, `transport`, `nic` and `fabric` of the plan's process groups, with the
-    number of such `groups` and the `ranks` of the first one."""
+    """Return a mapping for each distinct `kind`, `transport`, `nic` and `fabric` of the plan's process groups.
+
+    A mapping also has the number of such `groups`, and the `ranks` of the first of these groups."""
     ranks_by_kind: dict[tuple[str, str, str, str], list[list[int]]] = {}
     for group in plan.get("transports") or []:
         kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
@@ -202,7 +205,7 @@ def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 
 
 def _carrier(entry: Mapping[str, Any], device: Any) -> str:
-    if entry["transport"] == "rdma":  # CPU ranks use gloo, which has no RDMA: it uses the NIC over TCP
+    if entry["transport"] == "rdma":  # CPU ranks use gloo, which has no RDMA and so uses TCP
         return f"{'TCP' if device == 'cpu' else 'RDMA'} on {NIC_WORDS.get(entry['nic'] or '', entry['nic'])}"
     return {"tcp": "TCP on Ethernet", "local": "inside a node"}.get(entry["transport"], entry["transport"])
 

@@ -72,8 +72,10 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
 
 
 def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
-    """Return the events on the first rank of each stage, in the step of median length after warm-up. Times are in
-    seconds from the first event. `trace`: of :func:`read_trace`."""
+    """Return the events of the step whose length is the median over the steps after warm-up.
+
+    Only the first rank of each stage is included. Times are in seconds since the first event. `trace`: the result of
+    :func:`read_trace`."""
     if trace.empty:
         return trace
     spans = trace.groupby("step").agg(start=("start_s", "min"), end=("end_s", "max"))
@@ -87,8 +89,8 @@ def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
 def chrome_trace(trace: pd.DataFrame) -> dict[str, Any]:
     """Return the events of :func:`read_trace` as a Chrome trace.
 
-    A process of the trace is a rank; its threads are computing, waiting and each kind of transfer. Times are in
-    microseconds since the first event."""
+    Each rank is a process of the trace. Its threads are computing, waiting and one for each kind of transfer. Times are
+    in microseconds since the first event."""
     first_s, trace_events = trace["start_s"].min(), list[dict[str, Any]]()
 
     def add_name(key: str, pid: int, tid: int, name: str) -> None:

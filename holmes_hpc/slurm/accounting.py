@@ -14,8 +14,8 @@ _QOS_LIMITS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA"
 
 @dataclass(frozen=True)
 class Qos:
-    """The limits on numbers of jobs: `limits` maps a QOS to {name of the limit: number}. `default`: the QOS of this
-    user's jobs, empty if unset."""
+    """The limits on the number of jobs in each QOS. `limits`: QOS -> {name of the limit: number}; `default`: the user's
+    default QOS; empty if unset."""
 
     limits: dict[str, dict[str, int]]
     default: str = ""
@@ -23,8 +23,9 @@ class Qos:
 
 @dataclass(frozen=True)
 class Association:
-    """An account that this user may charge. `accounts`: the account, then those above it, as far as known; `qos`: those
-    that its jobs may have, the default first; `partition`: the only one that it is for; empty: all."""
+    """An account that this user may charge. `accounts`: the account, then its parent accounts if they are known;
+    `qos`: the QOS that its jobs may use, the default first; `partition`: the only partition to which it applies; empty:
+    all partitions."""
 
     accounts: tuple[str, ...]
     qos: tuple[str, ...] = ()
@@ -32,7 +33,8 @@ class Association:
 
 
 def read_associations() -> tuple[Association, ...]:
-    """Return this user's associations; empty if the accounting does not answer. Slurm before 23.11 has no lineage."""
+    """Return this user's associations; empty if the accounting does not answer.
+    Before Slurm 23.11, their parent accounts are not known."""
     fields = ("Account", "QOS", "DefaultQOS", "Partition")
     rows = _show("association", *fields, "Lineage") or _show("association", *fields)
     associations = []
@@ -58,7 +60,7 @@ def read_qos() -> Qos:
 
 
 def _show(entity: str, *fields: str) -> list[list[str]]:
-    """Return sacctmgr's rows of all QOS or of this user's associations; empty if it does not answer at once."""
+    """Return sacctmgr's rows for all QOS or for this user's associations; empty if sacctmgr fails or takes too long."""
     with contextlib.suppress(SubmissionError, KeyError, OSError):  # no sacctmgr, or a user without a name
         user_filter = ["where", f"user={getpass.getuser()}"] if entity == "association" else []
         command = ["sacctmgr", "--noheader", "--parsable2", "show", entity, *user_filter, f"format={','.join(fields)}"]

@@ -25,7 +25,7 @@ NO_SLURM_HINT = "without Slurm: `plan`, `run` and `submit` take --site FILE or l
 @dataclass(frozen=True)
 class Answer:
     """The result of a command: exit code, stdout and stderr.
-    `is_unreachable`: it failed because a daemon did not answer, so that it may succeed later."""
+    `is_unreachable`: the command failed because a daemon of Slurm did not answer, so a retry may succeed."""
 
     code: int
     out: str
@@ -106,8 +106,8 @@ def interrupt_here() -> None:
 
 
 def _apart(**variables: str) -> dict[str, Any]:
-    """Return the arguments of subprocess for a clean environment with `variables`, shielded from Ctrl-C.
-    A terminal sends Ctrl-C to its whole session."""
+    """Return arguments of subprocess: a clean environment with `variables`, no stdin, and a session of its own.
+    Ctrl-C does not reach such a process, because a terminal sends Ctrl-C only to its own session."""
     environment = {"LC_ALL": "C.UTF-8", **clean_environment(), **variables}
     return {"env": environment, "stdin": subprocess.DEVNULL, "start_new_session": True}
 
@@ -115,7 +115,7 @@ def _apart(**variables: str) -> dict[str, Any]:
 def _missing_conf() -> str:
     """Return an error message if SLURM_CONF names a missing file, as after `holmes testbed down`; else "".
 
-    With such a file, each of Slurm's commands would search for another one for half a minute."""
+    If the file is missing, each Slurm command would search for another configuration for half a minute."""
     conf = os.environ.get("SLURM_CONF")
     return f"SLURM_CONF names {conf}, which does not exist" if conf and not os.path.exists(conf) else ""
 
@@ -123,8 +123,8 @@ def _missing_conf() -> str:
 def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
     """Run one of Slurm's commands and return its answer, whether it succeeded or not.
 
-    After `timeout_s` the answer has the code TIMED_OUT and the output so far. `seconds_as_epoch`: it prints times in
-    Unix seconds. Raise SubmissionError if it is not installed."""
+    If the command takes longer than `timeout_s`, the answer has the code TIMED_OUT and the output so far.
+    `seconds_as_epoch`: the command prints times in Unix seconds. Raise SubmissionError if it is not installed."""
     if error := _missing_conf():
         return Answer(1, "", error)
     variables = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
@@ -169,9 +169,10 @@ def output(*command: str) -> str:
 
 
 def partial_outputs(commands: Sequence[Sequence[str]], timeout_s: float) -> list[tuple[str, str]]:
-    """Return (stdout, error message) of each of the commands, which run at the same time and may fail in part, such as
-    an srun on many nodes. The message is empty if the command succeeded.
-    Those that still run after `timeout_s`, or at a Ctrl-C, get SIGTERM, at which srun cancels its job."""
+    """Run the commands at the same time. Return (stdout, error message; empty on success) for each command.
+
+    A command may fail in part, such as an srun on many nodes. Commands that still run after `timeout_s`, or at a
+    Ctrl-C, get SIGTERM, which makes srun cancel its job."""
     deadline, started = time.monotonic() + timeout_s, []
     with contextlib.ExitStack() as files:
         try:

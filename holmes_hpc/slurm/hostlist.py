@@ -18,8 +18,8 @@ _NUMBERS = re.compile(r"(\d{1,9})(?:-(?:(\d{1,9})|.*))?")
 def expand(text: str) -> list[str]:
     """Return the hosts of a Slurm host list, in its order. Raise SiteError if it is malformed or too long.
 
-    Of several brackets in one name, the last one varies fastest. A bracket may hold names or further brackets.
-    Numbers have the width of their range's first one (``[08-10]``)."""
+    If a name has several brackets, the last bracket varies fastest. A bracket may hold names or further brackets.
+    The numbers of a range are padded to the width of its first number (``[08-10]``)."""
     try:
         return _names(iter([*_TOKEN.findall(text), ""]), "", text) if text else []
     except (RecursionError, ValueError) as e:  # Python's limits on nesting and on digits

@@ -24,8 +24,8 @@ def sacct_command(ids: Iterable[str]) -> list[str]:
 
 
 def _parse(text: str, fields: Iterable[str]) -> list[Row]:
-    """Return the rows of lines with cells of these fields, of which those after the job's name may be missing.
-    Incomplete lines are skipped."""
+    """Return the rows in `text`, whose lines have one cell per field. Cells after the job's name may be missing.
+    Lines without a name are skipped."""
     lines = (dict(zip(fields, line.split(SEPARATOR), strict=False)) for line in text.splitlines())
     return [row for cells in lines if "name" in cells for row in _rows(cells)]
 
@@ -39,7 +39,7 @@ def _rows(cells: Mapping[str, str]) -> list[Row]:
     return [
         Row(
             *identity,
-            # CANCELLED of ``CANCELLED by 0``, RUNNING of ``RUNNING+``
+            # ``CANCELLED by 0`` becomes CANCELLED, ``RUNNING+`` becomes RUNNING.
             state=cast(SlurmState, (cells["state"].split() or [UNKNOWN])[0].rstrip("+").upper()),
             name=cells["name"],
             submitted=_number(cells["submitted"]),
@@ -54,14 +54,15 @@ def _rows(cells: Mapping[str, str]) -> list[Row]:
 
 
 def _exit_status(text: str) -> int | None:
-    """Return a shell's exit status for sacct's ``CODE:SIGNAL``: CODE, or 128 + SIGNAL; None for another text."""
+    """Convert ``CODE:SIGNAL`` to a shell's exit status; None for any other text.
+    The status is CODE, or 128 + SIGNAL if CODE is 0 and a signal is given."""
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     code, signal_number = (int(match[1]), int(match[2] or 0)) if match else (0, 0)
     return (code or 128 * bool(signal_number) + signal_number) if match else None
 
 
 def job_field(job_id: str, field: str) -> str | None:
-    """Return a field of a job, named as in squeue's format; None if Slurm does not know the job."""
+    """Return the value of a field of squeue's format (``%U``) for a job; None if Slurm does not know the job."""
     answer = slurm("squeue", "--noheader", f"--jobs={job_id}", "--states=all", f"--format=%i {field}")
     line = answer.out.strip().partition("\n")[0] if answer.ok else ""
     return line.partition(" ")[2].strip() if line else None
@@ -74,13 +75,13 @@ def job_uid(job_id: str) -> int | None:
 
 
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:
-    """Return the command that lists all jobs of this user, whatever the `ids`."""
+    """Return the command that lists all jobs of this user. `ids` are ignored."""
     fields = SEPARATOR.join(_SQUEUE.values())
     return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={fields}"]
 
 
 def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
-    """Return the command that lists all jobs, whatever the `ids`."""
+    """Return the command that lists all jobs. `ids` are ignored."""
     return ["scontrol", "--oneliner", "show", "job"]
 
 
@@ -125,9 +126,9 @@ def _or_empty(text: str) -> str:
 
 
 def ending_state(job_id: str) -> JobState | None:
-    """Return the state with which the job of this process ends; None if the controller does not answer soon.
+    """Return the state with which this process's job ends; None if slurmctld does not answer in 10 s.
 
-    The row of the leader counts, because the leader ends first."""
+    Of the components, only the leader counts, because it ends first."""
     rows = _leader_rows(job_id)
     return join(rows, "scontrol") if rows else None
 

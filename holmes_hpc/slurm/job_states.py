@@ -1,7 +1,7 @@
-"""The states of a Slurm job: Slurm's names, which of them are final, and one state for all components.
+"""The states of Slurm jobs: their names, which of them are final, and the joint state of several components.
 
-A heterogeneous job is several rows (``12+0``, ``12+1``), which are joined: the job runs while one component runs,
-and fails if one fails."""
+A heterogeneous job has one row per component (``12+0``, ``12+1``). The job runs while any component runs, and fails if
+any component fails."""
 
 import re
 import time
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Final, Literal, get_args
 
-# A job has the first state of ACTIVE that one of its components has, else the first one of ENDED. A newer Slurm may
-# report a state that is not listed here; it counts as final.
+# A job has the first state in ACTIVE that any of its components has; otherwise, the first such state in ENDED. A state
+# that only a newer Slurm reports is in neither list and counts as final.
 _OnNodes = Literal["RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "STAGE_OUT", "SIGNALING", "RESIZING", "CONFIGURING"]
 _Requeued = Literal["REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD"]
 ActiveState = Literal[_OnNodes, _Requeued, "PENDING", "READY", "NOT_SUBMITTED", "UNKNOWN"]
@@ -25,13 +25,13 @@ NOT_SUBMITTED: Final = "NOT_SUBMITTED"  # not Slurm's either
 REQUEUED = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")  # sacct's states of a job that Slurm requeues by itself
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "EXPEDITING", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 CONTROLLER = ("squeue", "scontrol")  # commands that ask slurmctld
-# slurmd's message about a cancelled job or step, and the state that its reason stands for.
+# The reason in slurmd's message about a cancelled job or step -> the state that it stands for.
 _DUE_STATES: dict[str, SlurmState] = {"TIME LIMIT": "TIMEOUT", "PREEMPTION": "PREEMPTED", "NODE FAILURE": "NODE_FAIL"}
 _DUE_STATES |= {"JOB REQUEUE": "PREEMPTED", "": "CANCELLED"}
 _REASONS = "|".join(filter(None, _DUE_STATES))
 _DUE = re.compile(rf"\*\*\* (JOB|STEP) [\d.+]+ ON \S+ CANCELLED AT \S+(?: DUE TO ({_REASONS}))?")
 _NO_MEMORY = re.compile(r"exceeded (?:job |step )?memory limit|oom[-_ ]kill|Out Of Memory", re.IGNORECASE)
-# sacct keeps these reasons of an earlier wait.
+# Reasons of an earlier wait in the queue, which sacct still shows after the job has ended.
 _STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit")
 
 
@@ -40,7 +40,7 @@ class Row:
     """One component of a job, as a Slurm command reports it.
 
     `leader`: job id of the leader; `offset`: index of the component; `submitted`, `start` (actual or estimated): Unix
-    seconds, None if unknown; `nodes`: host list; `token`: unique to the executor's submission, empty for other jobs."""
+    seconds, None if unknown; `nodes`: host list; `token`: id of the executor's submission; empty for other jobs."""
 
     leader: str
     offset: int
@@ -59,9 +59,9 @@ class JobState:
     """The state of a job, joined from the states of its components.
 
     `components`: each component's state; `source`: the command or file that reported it, empty if none did;
-    `unsettled`: a final state may still change (a preempted job that is requeued, a leader whose components are not in
-    the database yet); `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix
-    seconds; `waiting`: a text on jobs of the same run that wait while another one runs."""
+    `unsettled`: whether a final state may still change, because a preempted job is requeued or some components are not
+    in the database yet; `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix
+    seconds; `waiting`: a text on jobs of the same run that still wait while another job of the run has started."""
 
     state: SlurmState = UNKNOWN
     reason: str = ""
@@ -146,7 +146,7 @@ def read_cancellation(text: str) -> JobState | None:
 
 
 def joined_members(states: Sequence[JobState]) -> JobState:
-    """Return the state of a run whose components are jobs with these `states`: it runs while one of them runs."""
+    """Return the joint state of a run whose components are separate jobs. The run is running while any job runs."""
     if len(states) == 1:
         return states[0]
     names = tuple(s.state for s in states)

@@ -52,7 +52,7 @@ class Node:
         return self.gpus_of(None)
 
     def gpus_of(self, gres_type: str | None) -> int:
-        """Return the number of its GPUs of a GRES type; of all types if it is None."""
+        """Return the node's number of GPUs of type `gres_type`; of all types if `gres_type` is None."""
         return sum(g.count for g in self.gres if g.name == "gpu" and gres_type in (None, g.type))
 
     @property
@@ -62,8 +62,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as Slurm shows it. `up`: it accepts and starts jobs. Empty `allow_groups`, `allow_accounts`,
-    `allow_qos`: all."""
+    """A partition as Slurm shows it. `up`: whether it accepts and starts jobs; `allow_groups`, `allow_accounts`,
+    `allow_qos`: if empty, all are allowed."""
 
     name: str
     nodes: tuple[str, ...]
@@ -287,7 +287,7 @@ def _records(text: str, start: str) -> list[str]:
 
 
 def _split(text: str, default: str = "") -> tuple[str, ...]:
-    """Return the words of a list; none if it is `default`, Slurm's word for no list (``ALL``)."""
+    """Return the words of a comma-separated list; none if the text is `default`, Slurm's word for an unset list."""
     return tuple(w for w in text.split(",") if w) if text != default else ()
 
 

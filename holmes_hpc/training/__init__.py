@@ -4,5 +4,6 @@ import os
 
 # Cluster nodes often have no reverse DNS entry, and torch prints several lines about each. Errors are still shown.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# A few small kernels are compiled. By default each rank starts up to 32 processes for it, and waits for their end.
+# torch compiles a few small kernels. By default, each rank would start up to 32 processes for this and wait until they
+# end.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")

@@ -43,7 +43,7 @@ GATHER_WAIT_S, GATHER_WAIT_SHARE = 0.02, 0.002  # wait for the metrics gather at
 
 
 def train(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Train as one rank of the plan and record into the run directory. Return the last step's metrics (on rank 0).
+    """Train as one rank of the plan, and record the run in its directory. Rank 0 returns the last step's metrics.
 
     See :func:`run_in_session` for failures and `unrecorded`.
     """
@@ -113,14 +113,16 @@ class Trainer:
         self.nic_log = nic_bytes.NicLog(session.run.nics, session.launch.node, session.attempt)
         self.last_metrics: dict[str, Any] = {}  # the latest metrics line, on rank 0
         self._gathering: metrics_line.Gathering | None = None
-        self.monitors: Monitors | None = None  # rank 0's, after :meth:`record_start`
+        self.monitors: Monitors | None = None  # set on rank 0 by :meth:`record_start`
         self._is_step_only = False  # True: no connection set-up, validation or checkpoint since the previous step
         self._logged_at = 0.0
         self._saved_step = 0
-        self._pause_s = 0.0  # of validation and checkpoint between the last two steps
+        self._pause_s = 0.0  # seconds of validation and checkpointing between the last two steps
 
     def _build_model(self, pipeline_rank: int, seed: int | None) -> list[Any]:
-        """Build the model and the optimizer; return the unwrapped chunks. `seed`: None if weights will be loaded."""
+        """Build the model and the optimizer. Return the model chunks without their DDP wrappers.
+
+        `seed`: the seed of the initial weights, None if a checkpoint's weights will be loaded."""
         session, plan, train = self.session, self.plan, self.settings
         self.watchdog.start_set_up("building the model")
         dtype = gpt.dtype_of(train.dtype, session.cuda)
@@ -174,7 +176,7 @@ class Trainer:
             if self._gathering is not None and self._gathering.ready(
                 min(GATHER_WAIT_S, GATHER_WAIT_SHARE * step_time_s)
             ):
-                self._finish_record()  # otherwise after the next step, so that no stage waits for a slower one's row
+                self._finish_record()  # if not ready: after the next step, so that no stage waits for a slower stage
         self._finish_record()
         self.control_flags.finish()
         self._finish_checkpoint()
@@ -201,7 +203,7 @@ class Trainer:
         return time.perf_counter()
 
     def _save(self, wait: bool = False) -> None:
-        """Save the state after this step. First write its metrics, because a resumed run starts after this step."""
+        """Save the state after this step. Write the step's metrics first, because a resumed run does not repeat it."""
         self._finish_record()
         self.watchdog.start_phase(f"saving the state after step {self.step}", LONG_PHASE)
         self._saved_step = self.step
@@ -222,12 +224,12 @@ class Trainer:
         return {**self.last_metrics, "preempted": True}
 
     def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
-        """Run forward, backward and the optimizer. Return the micro-batches' losses and more metrics."""
+        """Run forward, backward and the optimizer. Return the micro-batches' losses and fields of the metrics line."""
         rate = learning_rate(self.step, self.settings)
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        with self.breakdown.part("pipeline_wait_s"):  # without compute and other parts, which are measured inside it
+        with self.breakdown.part("pipeline_wait_s"):  # excludes compute and the other parts that run inside it
             stored_losses = self._forward_backward(batches, forward_only=False)
         optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
@@ -238,7 +240,8 @@ class Trainer:
         return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in optional.items() if v}}
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
-        """Return each micro-batch's mean loss, on the device; [] except on the first TP rank of the last stage."""
+        """Run the schedule of one step. The first TP rank of the last stage returns each micro-batch's mean loss, on
+        its device. Other ranks return []."""
         outputs = self.forward_backward(
             forward_step_func=partial(gpt.forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],
@@ -292,7 +295,9 @@ class Trainer:
     # -- the record -------------------------------------------------------------------------------------------------
 
     def record_start(self) -> None:
-        """Write hosts, NICs, versions, set-up traffic and header factors to run.yaml. Start the monitors on rank 0."""
+        """Measure the header factor of each network: bytes on the wire per byte of payload. All ranks call it.
+
+        Rank 0 writes hosts, NICs, versions, set-up traffic and header factors to run.yaml, and starts the monitors."""
         session, plan, traffic = self.session, self.plan, self.session.traffic
         self.watchdog.start_set_up("measuring header factors of the networks")
         publish_groups(session)
@@ -333,7 +338,7 @@ class Trainer:
         return rows.numpy()
 
     def _record(self, losses: list[float], fields: dict[str, Any], step_time_s: float, parts: dict[str, float]) -> None:
-        """Start the gather of this step's metrics to rank 0, after writing those of the previous step."""
+        """Write the previous step's metrics if they are pending. Start the gather of this step's metrics to rank 0."""
         self._finish_record()
         session, traffic = self.session, self.session.traffic
         nic, tokens, memory = traffic.take(), self.expert_tokens.take(), metrics_line.peak_memory_bytes(session.cuda)
@@ -355,7 +360,7 @@ class Trainer:
             )
 
     def _finish_record(self) -> None:
-        """Finish the pending gather, if any. On rank 0, write the metrics line, and log warnings and the step."""
+        """Wait for the pending gather, if any. Rank 0 writes its metrics line, and logs warnings and the step."""
         gathering, self._gathering = self._gathering, None
         rows = gathering.finish() if gathering is not None else None
         if gathering is None or rows is None:
@@ -379,7 +384,7 @@ class Trainer:
             log_line(metrics_line.log_text(entry, last_step))
 
     def close(self) -> None:
-        """Write the rest of the NIC log, wait for stage transfers in progress, and close the loggers."""
+        """Write the rest of the NIC log and of a profile, wait for pending stage transfers, and close the loggers."""
         self.nic_log.write()
         self.profiler.close()
         if isinstance(self.edges, Edges):

@@ -42,16 +42,16 @@ from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
 from holmes_hpc.waiting import wait_until
 
-LOCK_WAIT_S = 15.0  # for the lock, which a rank of the previous attempt may hold until it exits
-NO_ATTEMPT = -1  # number of an attempt that the run does not record
+LOCK_WAIT_S = 15.0  # wait for the run's lock, because rank 0 of the previous attempt may hold it until it exits
+NO_ATTEMPT = -1  # number of an attempt that the run directory does not record
 
 
 @dataclass
 class Session:
     """The state of a rank that is connected to all other ranks.
 
-    `node_of_rank`: the transports of each rank's node; `cpus`: text about the CPUs it is bound to (affinity.bind);
-    `run_lock`: on rank 0, the descriptor of the run directory's lock.
+    `node_of_rank`: the transports of each rank's node; `cpus`: text about the CPUs to which this rank is bound, from
+    affinity.bind; `run_lock`: on rank 0, the file descriptor of the run directory's lock.
     """
 
     launch: Launch
@@ -99,11 +99,11 @@ def run_in_session(
 ) -> dict[str, Any]:
     """Join the run as one rank, run `task` and return its result.
 
-    `task` calls :meth:`Session.close` last, while the objects that use the groups still exist. A failure is one line
-    in the log and in exits/, with the same exit code on every rank. `unrecorded`: keys of `config` that the record of
-    an older version lacks.
+    `task` must call :meth:`Session.close` as its last step, while the objects that use the process groups still exist.
+    A failure is recorded as one line in the log and in exits/. All ranks then exit with the same code. `unrecorded`:
+    keys of `config` that the run's record lacks, because an older version wrote it.
     """
-    gc.freeze()  # Megatron-Core collects garbage in every save; scanning all loaded modules would take half a second
+    gc.freeze()  # Megatron-Core collects garbage in every save, and scanning all loaded modules would take 0.5 s
     launch = read_launch()
     run = run_directory(config.run_dir)
     log, rank_exit = RankLog(run, launch), RankExit(run, launch)
@@ -139,8 +139,8 @@ def open_session(
 ) -> Session:
     """Meet the other ranks, choose the networks and create the process groups.
 
-    A wrong component, GPU or network is reported in one line on every rank before the first group exists.
-    `start_phase` is called with the name of each phase.
+    If a component, GPU or network is wrong, every rank reports this in one line before the first group is created.
+    `start_phase` is called with the name of each phase when the phase starts.
     """
     start, run_lock, train = time.perf_counter(), None, config.train
     start_phase("checking devices and networks of this node")
@@ -204,7 +204,7 @@ def open_session(
 
 
 def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
-    """Return the dimensions of a rank's matrix products by name. FP8 needs multiples of its block size."""
+    """Return name -> dimension of a rank's matrix multiplications. FP8 needs multiples of its block size."""
     m, tp = plan.model, plan.parallel.tp_of(plan.parallel.coordinates(rank)[0])
     return {
         "tokens of a micro-batch": plan.parts.micro_size * plan.parts.sequence_length,
@@ -237,7 +237,7 @@ def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
 
 
 def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:
-    """Set the number of CUDA's queues, or of torch's threads on a CPU, before anything computes."""
+    """Set the number of CUDA's hardware queues, or on a CPU that of torch's threads. Call it before any computation."""
     if on_gpu:
         if (warning := cuda_check.set_queue_count(plan, launch.rank, os.environ)) is not None:
             log_line(warning)
@@ -248,10 +248,10 @@ def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:
 
 
 def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) -> list[str]:
-    """Raise the error that prevents training on CUDA, or return warnings for the log.
+    """Raise ConfigError if a problem prevents training on CUDA. Otherwise, return warnings for the log.
 
-    In a cluster, it is an error if the plan has GPUs and this node cannot use one. A single machine without a driver
-    trains on its CPUs.
+    In a job of several nodes, it is an error if the plan gives this rank a GPU and the node cannot use one. A single
+    machine without an NVIDIA driver trains on its CPUs instead.
     """
     has_planned_gpus = not plan.site.pool(plan.places[launch.rank].pool).gpu.is_cpu
     if not on_gpu and train.fp8 is None and (train.device == "cpu" or not has_planned_gpus):
@@ -266,7 +266,7 @@ def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) ->
 
 
 def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.Store) -> None:
-    """Raise PlanError, which names the first GPU, on every rank if a GPU has less free memory than the plan needs."""
+    """Raise PlanError on every rank if any GPU has too little free memory for the plan. It names the first such GPU."""
     if device.type != "cuda" or plan.predicted is None:
         return
     stage, *_ = plan.parallel.coordinates(launch.rank)
@@ -280,7 +280,10 @@ def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.
 
 
 def _report_to_ranks(launch: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
-    """Publish the failure of rank 0, which hosts no store yet. Else connect `rank_exit` to the store for its report."""
+    """Let the other ranks learn of this rank's `error` before :func:`_meet` has returned.
+
+    Without torchrun, rank 0 hosts no store yet, so it publishes the error in the run directory. In all other cases,
+    `rank_exit` is connected to the store, through which it will report the error."""
     if launch.address is None and launch.rank == 0:
         rendezvous.publish_failure(run.path, launch, rank_exit.attempt, str(error), error.exit_code)
         return
@@ -323,7 +326,7 @@ def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: b
     """Return the transports of every rank's node.
     Raise ConfigError on all ranks if some would train on GPUs and others on CPUs."""
     if launch.rank == 0:
-        store.set("token", secrets.token_hex(8))  # of the link check
+        store.set("token", secrets.token_hex(8))  # for the link check
     device = "a GPU" if on_gpu else "a CPU"
     rows = rendezvous.exchange(store, "node", launch.rank, range(launch.world_size), {"node": node, "device": device})
     nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
@@ -336,7 +339,7 @@ def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: b
 
 
 def publish_groups(session: Session) -> None:
-    """Write this rank's CPUs, and the groups of which it is the first member on its node, to the store.
+    """Write to the store this rank's CPUs, and the process groups in which it is the first rank of its node.
 
     All ranks call it before rank 0 calls :func:`describe`.
     """
@@ -347,7 +350,7 @@ def publish_groups(session: Session) -> None:
 
 
 def _describe_groups(session: Session) -> list[dict[str, Any]]:
-    """Return every group once: kind, ranks, transport, and each NIC's nodes (``eth0: ib[1-2],roce1``)."""
+    """Return each process group once: kind, ranks, transport, and the nodes of each NIC (``eth0: ib[1-2],roce1``)."""
     texts = session.store.multi_get([f"groups/{rank}" for rank in range(session.launch.world_size)])
     nics_of_group: dict[tuple[Any, ...], dict[str, list[str]]] = {}
     for node, text in zip(session.node_of_rank, texts, strict=True):

@@ -1,8 +1,8 @@
 """The warm-up of a GPU before the first step: load kernels, set up communicators and allocate memory.
 
-Each of these may wait until the GPU is idle, which can take long in a running pipeline, or never happen
-(planning/schedule/launches.py). The loop skips the warm-up on a CPU. CUDA_MODULE_LOADING keeps its default (lazy since
-CUDA 12.2), because eager loading would put every kernel of torch on the GPU.
+Each of these operations may wait until the GPU is idle. In a running pipeline that can take long, or never happen (see
+planning/schedule/launches.py). On a CPU, the training loop skips the warm-up. CUDA_MODULE_LOADING keeps its default
+(lazy since CUDA 12.2), because eager loading would put every kernel of torch on the GPU.
 """
 
 from collections.abc import Sequence
@@ -58,11 +58,11 @@ def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
 def local_passes(
     models: Sequence[Any], config: Any, batch: Batch, device: torch.device, weights: WeightGradients | None = None
 ) -> None:
-    """Run one forward and one backward pass of each model chunk on dummy data; with `weights`, also its weight pass.
+    """Run one forward and one backward pass of each model chunk on dummy data. With `weights`, run its weight pass too.
 
-    Afterwards gradients are zeroed, and random states and buffers restored, but not fp8 scales. `models`: wrapped in
-    Megatron-Core's DDP, which neither gathers nor reduces meanwhile. `config`: Megatron-Core's. All ranks of a
-    tensor-parallel group call it at the same time.
+    Gradients are zero afterwards. Random states and buffers get their earlier values back, but fp8 scales do not.
+    `models`: chunks wrapped in Megatron-Core's DDP, which gathers no parameters and reduces no gradients during these
+    passes; `config`: Megatron-Core's transformer config. All ranks of a tensor-parallel group call it at the same time.
     """
     states, micro_size, length = generators(), batch.micro_size, batch.sequence_length
     tokens = torch.zeros(micro_size, length, dtype=torch.int64, device=device)

@@ -244,7 +244,7 @@ def test_an_unknown_gpu_is_left_for_a_person_to_write(slurm, holmes) -> None:
 
 def test_a_hand_written_file_is_not_overwritten(slurm, holmes) -> None:
     Path("mine.yaml").write_text("name: a\nfabrics: []\n")
-    refused(holmes("site", "-o", "mine.yaml"), "mine.yaml", "not written by `holmes site`")
+    refused(holmes("site", "-o", "mine.yaml"), "mine.yaml", "`holmes site` did not write this file")
 
 
 def test_plan_nodes_and_doctor_compare_the_file_with_slurm(slurm, holmes, monkeypatch) -> None:

@@ -1,4 +1,4 @@
-"""The assumptions behind a layout's costs: what was not measured, in one line each."""
+"""The assumptions behind a layout's costs: one line for each figure that was not measured."""
 
 import math
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
 
 
 def _tcp_window_notes(layout: Layout) -> Iterator[str]:
-    """Yield a note for each edge whose TCP windows are assumed to limit its transfers, because its link has a delay."""
+    """Yield a note for each pipeline edge on which TCP windows are assumed to limit transfers, because of a delay."""
     for transport, (a, b) in zip(layout.edges[0], pairwise(layout.replicas[0]), strict=False):
         delay_s = layout.site.delay_s(transport.kind, layout.pool(a), layout.pool(b))
         bytes_per_s = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
@@ -69,7 +69,7 @@ def _tcp_window_notes(layout: Layout) -> Iterator[str]:
 
 
 def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
-    """Yield a note for each figure of a pool's layers that the calibration lacks."""
+    """Yield a note for each way in which the measured layer times differ from the pool: its name, GPU kind or TP."""
     measured = layout.costs.calibration.best_match(pool) if layout.costs.calibration is not None else None
     assert measured is not None
     if measured.fabric and measured.fabric != pool.name:

@@ -1,7 +1,7 @@
 """Records of measurements on real nodes.
 
-`holmes calibrate` measures two nodes of each pool; the planner reads its calibration. A site's own runs give
-corrections of all figures.
+`holmes calibrate` measures two nodes of each pool and writes a :class:`Calibration`, which the planner reads.
+:class:`Corrections` are factors for the planner's figures, fitted to a site's own runs.
 """
 
 import json
@@ -26,12 +26,11 @@ LINKS = (*NETWORKS, *(f"{network}.{collective}" for network in NETWORKS for coll
 
 @dataclass(frozen=True)
 class MeasuredPart(Checked, where="calibration"):
-    """The seconds of one part of a model for one micro-batch of `tokens` tokens, on one of `tp` ranks, with TP's
-    collectives.
+    """The measured times of one part of a model, for one micro-batch of `tokens` tokens on one of `tp` ranks.
 
-    `part`: layer, embedding or head. `flops`: the part's forward FLOPs (for the embedding: tokens * hidden) for the
-    complete micro-batch, as in cost/flops.py. `sequence` is 0 (unknown) in files of an earlier release.
-    `backward_s` excludes recomputation.
+    The times include TP's collectives. `part`: layer, embedding or head. `flops`: the part's forward FLOPs for the
+    complete micro-batch, as in cost/flops.py (for the embedding: tokens * hidden). `sequence`: 0 (unknown) in files of
+    an earlier release. `backward_s`: seconds without recomputation.
     """
 
     part: Annotated[str, key("part of a model", one_of=("layer", "embedding", "head"))]
@@ -52,9 +51,11 @@ class MeasuredPart(Checked, where="calibration"):
 @dataclass(frozen=True)
 class MeasuredPool(Checked, where="calibration"):
     """The measurements on the nodes of one pool.
-    `fabric`, `gpu`: as the site names them; empty: any. `links`: ib, roce, ethernet, local for messages, and
-    `ib.reduce_scatter`, `ib.all_gather` and so on for the collectives over them. `optimizer_s`: per parameter that a
-    rank updates. `pass_s`: fixed seconds of a stage's pass, outside layers, embedding and head. None: not measured."""
+    `fabric`: the pool's name in the site; empty: any pool. `gpu`: the GPU kind's name in the site; empty: `device`
+    gives the kind. `links`: by network (ib, roce, ethernet, local), the link for messages; by `ib.reduce_scatter`,
+    `ib.all_gather` and so on, the link for a collective over that network. `optimizer_s`: seconds per parameter that a
+    rank updates. `pass_s`: fixed seconds of a stage's pass, in addition to layers, embedding and head. None: not
+    measured."""
 
     fabric: Annotated[str, key("pool of the site; empty: any")] = ""
     gpu: Annotated[str, key("GPU kind as the site names it; empty: see device")] = ""
@@ -69,7 +70,8 @@ class MeasuredPool(Checked, where="calibration"):
             yield True, f"unknown link {name!r}", nearest(name, LINKS), "calibration.links"
 
     def has_gpu(self, gpu: Gpu) -> bool:
-        """Return whether the measured GPUs are of this kind. If neither name is known, any GPU is."""
+        """Return whether the measured GPUs are of the kind of `gpu`.
+        Measurements without `gpu` and `device` match every kind. An unknown `device` matches every kind but CPUs."""
         if gpu.name == self.gpu or not (self.gpu or self.device):
             return True
         measured, site = _gpu_kind(self.gpu) or _gpu_kind(self.device), _gpu_kind(gpu.name) or gpu.name
@@ -85,8 +87,8 @@ class MeasuredPool(Checked, where="calibration"):
 @dataclass(frozen=True)
 class Calibration(Checked, where="calibration"):
     """All measurements of a site.
-    `between`: rate and delay between fabrics, as in a site file's `links:`. `pace_layer_ms`: the layers' emulated
-    time. `step_s`: fixed seconds of every step, outside its passes and its traffic."""
+    `between`: rate and delay between fabrics, as in a site file's `links:`. `pace_layer_ms`: forward time of a layer
+    if the measured run emulated compute. `step_s`: fixed seconds of a step, in addition to its passes and traffic."""
 
     fabrics: tuple[MeasuredPool, ...] = ()
     between: tuple[FabricLink, ...] = ()
@@ -97,9 +99,9 @@ class Calibration(Checked, where="calibration"):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Calibration":
-        """Return the calibration in plain data (a file's content).
-        It may come from an earlier release, which measured all GPUs together. ConfigError names the key, its value
-        and the allowed values."""
+        """Return the calibration in `data`, the content of a file.
+        A file of an earlier release has one set of measurements for all GPUs; it is accepted, too. For a wrong value,
+        ConfigError names the key, its value and the allowed values."""
         if not isinstance(data, Mapping) or "fabrics" in data:
             return make(cls, data, "calibration")
         own_data = {name: value for name, value in data.items() if name in keys(cls)}
@@ -113,21 +115,23 @@ class Calibration(Checked, where="calibration"):
         return json.loads(json.dumps(data))  # tuples become lists
 
     def best_match(self, pool: Pool) -> MeasuredPool | None:
-        """Return the measurements on `pool`, else on another with GPUs of its kind, else None."""
+        """Return the measurements on `pool` if there are any, otherwise those on a pool with GPUs of the same kind.
+        None without either."""
         return next(iter(self._matches(pool)), None)
 
     def parts(self, pool: Pool, part: str, hidden: int) -> list[MeasuredPart]:
-        """Return the measurements of `part` on `pool`, with the width nearest to `hidden`.
-        Not every pool holds the embedding. Another pool with GPUs of the same kind stands in."""
+        """Return the measurements of `part` on `pool` whose width is nearest to `hidden`.
+        If `pool` has none, as not every pool holds the embedding, use a pool with GPUs of the same kind."""
         return next((rows for m in self._matches(pool) if (rows := m.measurements(part, hidden))), [])
 
     def _matches(self, pool: Pool) -> list[MeasuredPool]:
-        """Return the measurements with GPUs of the pool's kind, those of the pool itself first."""
+        """Return the measurements on GPUs of the pool's kind. Those on the pool itself come first."""
         return sorted((m for m in self.fabrics if m.has_gpu(pool.gpu)), key=lambda m: m.fabric != pool.name)
 
     def link(self, pool: Pool, network: str, collective: str = "") -> Link | None:
-        """Return the measured link of `network` on `pool`, for messages or a collective.
-        Fall back to fabrics with GPUs of its kind, then to any fabric, except for links inside a node."""
+        """Return the measured link of `network`, for messages or for `collective`; None if it was not measured.
+        Measurements on `pool` come first, then those on pools with GPUs of the same kind, then those on any pool. For
+        links inside a node (``local``), pools with other GPUs are not used."""
         sources = self._matches(pool)
         if network != "local":
             sources += [m for m in self.fabrics if m not in sources]
@@ -136,8 +140,9 @@ class Calibration(Checked, where="calibration"):
         )
 
     def with_measured_links(self, site: Site) -> Site:
-        """Return `site` with the measured links between its fabrics. A note reports large differences.
-        A link's `total_gbps` stays that of the site, because a measurement between two nodes does not give it."""
+        """Return `site` with measured links between its fabrics in place of stated ones.
+        The site's assumptions note every large difference. `total_gbps` of a link is kept, because a measurement
+        between two nodes does not give it."""
         names, links = {f.name for f in site.pools}, {frozenset(link.between): link for link in site.links}
         measured_links = {
             pair: replace(b, total_gbps=links[pair].total_gbps) if pair in links else b
@@ -155,7 +160,7 @@ class Calibration(Checked, where="calibration"):
         return replace(site, links=tuple({**links, **measured_links}.values()), assumptions=(*site.assumptions, *notes))
 
     def refuse_other_settings(self, pace_layer_ms: float | None, dtype: str | None) -> None:
-        """Raise ConfigError if layers were measured at another pace or with another type."""
+        """Raise ConfigError if layers were measured with another emulated time or another type of weights."""
         if not any(f.parts for f in self.fabrics):
             return
         ConfigError.refuse(
@@ -174,7 +179,7 @@ class Calibration(Checked, where="calibration"):
         )
 
     def refuse_other_models(self, model: ModelSpec) -> None:
-        """Raise ConfigError if the measured layers have another shape than `model`'s. Paced layers have no shape."""
+        """Raise ConfigError if no measured layer has the shape of the model's layers. Emulated layers have no shape."""
         layers = [p for f in self.fabrics for p in f.parts if p.part == "layer"]
         if self.pace_layer_ms is not None or not layers or any(_is_layer_of(p, model) for p in layers):
             return
@@ -190,8 +195,8 @@ class Calibration(Checked, where="calibration"):
 @dataclass(frozen=True)
 class Corrections(Checked, where="corrections"):
     """Factors for the planner's figures, fitted to a site's own runs.
-    `compute`: of the time of layers, embedding and head on a GPU kind. `rates`: of the rate of a network (ib, roce,
-    ethernet). `notes`: their sources, for a plan's assumptions."""
+    `compute`: by GPU kind, the factor of the time of layers, embedding and head. `rates`: by network (ib, roce,
+    ethernet), the factor of its data rate. `notes`: texts on the runs behind the factors, for a plan's assumptions."""
 
     compute: Annotated[Mapping[str, float], key("of compute times, by GPU kind", gt=0)] = field(default_factory=dict)
     rates: Annotated[Mapping[str, float], key("of rates, by network", gt=0)] = field(default_factory=dict)
@@ -202,14 +207,15 @@ NO_CORRECTIONS = Corrections()
 
 
 def _is_layer_of(part: MeasuredPart, model: ModelSpec) -> bool:
-    """Return whether a measured layer can be one of `model`: equal width, and FLOPs within 1%."""
+    """Return whether a measured layer can belong to `model`: it has the same width, and FLOPs within 1%.
+    FLOPs are not compared if the measured sequence length is unknown."""
     has_equal_flops = not part.sequence or abs(part.flops / layer_flops(model, part.tokens, part.sequence) - 1) < 0.01
     return part.hidden == model.hidden and has_equal_flops
 
 
 def interpolate(rows: Sequence[tuple[tuple[float, ...], float]], point: tuple[float, ...]) -> float:
-    """Interpolate rows of (coordinates, value) at `point`, in the logarithm of one coordinate after the other.
-    Beyond the rows, the nearest value is used."""
+    """Interpolate `rows` of (coordinates, value) at `point`, linearly in the logarithm of each coordinate.
+    Outside the range of a coordinate, its nearest value is used."""
     if not point:
         return sum(value for _, value in rows) / len(rows)
     coordinates = sorted({c[0] for c, _ in rows})
@@ -221,7 +227,7 @@ def interpolate(rows: Sequence[tuple[tuple[float, ...], float]], point: tuple[fl
 
 
 def _gpu_kind(name: str) -> str:
-    """Return the GPU kind that a name means, or an empty text if it is unknown."""
+    """Return the GPU kind that `name` stands for, or an empty text if the name is unknown."""
     gpu = read_vocabulary().gpu(name)
     return "cpu" if name == "cpu" else gpu.name if gpu else ""
 

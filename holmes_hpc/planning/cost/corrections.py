@@ -1,10 +1,11 @@
 """Corrections of the planner's figures, fitted to measured runs.
 
-The unknowns are the logarithms of one factor per GPU kind and network of the runs. The fit minimises the sum of squares
-of log(predicted / measured) over each run's step time and each stage's compute time. The stages' times tell apart
-several GPU kinds of one run. A small weight on the logarithms keeps factors at 1 that no run identifies, such as that
-of a network whose traffic overlaps with computing (Levenberg, "A method for the solution of certain non-linear problems
-in least squares", 1944, with a fixed damping).
+The unknowns are the logarithms of the factors: one factor for each GPU kind and each network that the runs used. The
+fit minimises the sum of squares of log(predicted / measured) over each run's step time and each stage's compute time.
+If a run used several GPU kinds, the compute times of its stages tell their factors apart. A small weight on the
+logarithms keeps a factor at 1 if no run identifies it, for example that of a network whose traffic overlaps with
+computing (Levenberg, "A method for the solution of certain non-linear problems in least squares", 1944, with a fixed
+damping).
 """
 
 import math
@@ -20,16 +21,16 @@ from holmes_hpc.planning.cost.predict import layer_array
 from holmes_hpc.planning.cost.timing import step_s, timing
 from holmes_hpc.planning.plan.plan import Plan
 
-MAX_LOG_FACTOR = math.log(8.0)  # a larger factor means a wrong site
-MIN_SLOPE = 0.03  # d log(step) / d log(factor): a factor with less in every run is not fitted
+MAX_LOG_FACTOR = math.log(8.0)  # a larger factor means that the site is described wrongly
+MIN_SLOPE = 0.03  # d residual / d log(factor); a factor with smaller slopes in all residuals is not fitted
 DAMPING = 1e-3  # weight of a factor's logarithm
 MAX_ITERATIONS = 12
-STEP = 0.01  # of a logarithm, for numerical slopes
+STEP = 0.01  # change of a factor's logarithm to measure slopes
 
 
 @dataclass(frozen=True)
 class ObservedRun:
-    """A measured run: its plan, its costs, the median seconds of a step and of each stage's computing."""
+    """A measured run. `step_s`, `compute_s`: median seconds of a step, and of the computing of each stage in a step."""
 
     name: str
     plan: Plan
@@ -41,8 +42,8 @@ class ObservedRun:
 @dataclass(frozen=True)
 class CorrectionFit:
     """Fitted corrections and their quality.
-    `error_before`, `error_after`: mean error of the runs' step times without and with the corrections.
-    `unidentified`: factors of GPU kinds and networks that the runs used but do not determine."""
+    `runs`: number of runs. `error_before`, `error_after`: mean relative error of the predicted step times, without and
+    with the corrections. `unidentified`: GPU kinds and networks whose factors the runs do not determine."""
 
     corrections: Corrections
     runs: int
@@ -52,7 +53,7 @@ class CorrectionFit:
 
 
 def fit_corrections(runs: Sequence[ObservedRun]) -> CorrectionFit:
-    """Fit corrections to `runs`, at least one."""
+    """Fit corrections to `runs`, which must not be empty."""
     transports = {g.transport for r in runs for g in r.plan.transports()}
     gpus = {r.plan.site.pool(c.pool).gpu for r in runs if not r.costs.pace_layer_ms for c in r.plan.components}
     names = sorted(
@@ -104,8 +105,8 @@ def _corrections(names: Sequence[tuple[str, str]], logs: np.ndarray) -> Correcti
 
 
 def _residuals(runs: Sequence[ObservedRun], names: Sequence[tuple[str, str]], logs: np.ndarray) -> np.ndarray:
-    """Return log(predicted / measured) of all steps, then of each stage's compute time.
-    The stages of a run weigh as much as its step."""
+    """Return log(predicted / measured) of the step time of each run, then of the compute time of each stage.
+    All stages of a run together weigh as much as its step time."""
     corrections = _corrections(names, logs)
     steps, stages = [], []
     for run in runs:
@@ -130,7 +131,7 @@ def _slopes(
 
 
 def stage_compute_s(layout: Layout, layers: np.ndarray) -> list[float]:
-    """Return the seconds that each stage computes in a step, as in the metrics: the mean over its ranks."""
+    """Return the seconds that each stage computes in a step. As in a run's metrics, it is the mean over its ranks."""
     replicas = timing(layout, layers).replicas
     weights = [layout.pipelines(stages[0]) for stages in layout.replicas]
     seconds = np.array([d.compute()[0].sum(axis=1) for d in replicas]) * layout.order.micro_batches

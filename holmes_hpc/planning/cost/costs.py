@@ -3,9 +3,9 @@
 The times come from a calibration, from emulated compute, from the kernel tables of a GPU kind (layer_times.py) or, on
 CPUs, from published figures.
 
-A calibration holds the times of the measured shapes. Times of other shapes scale with a model: the kernels' tables, or
-FLOPs on CPUs. A layer measured at the requested TP includes its collectives. From another TP, the modelled collectives
-of that TP are subtracted and those of the requested TP are added.
+A calibration holds the times of the measured shapes. Times of other shapes are scaled by a model: the kernel tables on
+GPUs, FLOPs on CPUs. If a layer was measured at the requested TP, its time includes the TP collectives. If it was
+measured at another TP, the modelled collectives of that TP are subtracted and those of the requested TP are added.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from holmes_hpc.planning.plan.transport import Transport
 
 __all__ = ["BYTES", "CURRENT", "Costs", "Software"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-MIN_COMPUTE_SHARE = 0.2  # of a time measured under TP: the collectives take at most the remainder
+MIN_COMPUTE_SHARE = 0.2  # least share of computing in a time under TP; the collectives take at most the remainder
 
 
-# An emulated pass takes this long beside its layers, for messages and for ranks that wake up late on shared cores:
-# fitted to the *light* runs of the evaluation, on two cores (benchmarks/results/limit.md).
+# An emulated pass takes this long in addition to its layers, for messages and for ranks that wake up late on shared
+# cores. Fitted to the *light* runs of the evaluation, on two cores (benchmarks/results/limit.md).
 EMULATED_PASS_S = 1.9e-3
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The sources of all times, best first: `calibration`, `pace_layer_ms` (emulated compute), published figures.
-    A calibration must have the same pace and, if both name one, the same `dtype`.
+    """The sources of all times. The first one available is used: `calibration`, `pace_layer_ms` (emulated compute),
+    published figures.
 
-    `dtype`: of weights and activations; None: the calibration's, else that of :func:`auto_dtype`. `grad_dtype`: of
+    A calibration must have the same `pace_layer_ms` and, if both name one, the same `dtype`. `dtype`: type of weights
+    and activations; None: that of the calibration, otherwise that of :func:`auto_dtype`. `grad_dtype`: type of
     gradients in the buffers and on the wire; None: fp32. `software`: the training program's behaviour; a GPU kind may
     override its attention and norms. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`:
     factors of compute times and link rates, fitted to a site's own runs.
@@ -73,7 +74,7 @@ class Costs:
         return self.calibration.with_measured_links(site) if self.calibration is not None else site
 
     def software_on(self, gpu: Gpu) -> Software:
-        """Return the training program's behaviour on a kind of GPU. ConfigError if the combination is impossible."""
+        """Return the training program's behaviour on a GPU kind. ConfigError for FlashAttention with fp32 weights."""
         if gpu.attention is None and gpu.fused_norm is None and gpu.has_bf16:
             return self.software
         return self._memo.of("software", gpu, compute=lambda: self._software_on(gpu))
@@ -96,7 +97,7 @@ class Costs:
         return self.dtype or (self.calibration.dtype if self.calibration else None) or auto_dtype([gpu])
 
     def weight_bytes(self, gpu: Gpu) -> int:
-        """Return the bytes of one weight, which are also those of one element of an activation."""
+        """Return the bytes of one weight. One element of an activation has the same size."""
         return BYTES[self.dtype_of(gpu)]
 
     @property
@@ -113,7 +114,7 @@ class Costs:
         return collectives(gpu)
 
     def link(self, transport: Transport, pool: Pool, collective: str = "") -> Link:
-        """Return a transport's link on `pool`, for messages or a `collective` (reduce_scatter, all_gather)."""
+        """Return the :class:`Link` of a transport on `pool`, for messages or `collective` (a name in COLLECTIVES)."""
         name = "local" if transport.kind == "local" else str(transport.nic)
         key = (name, pool.name, pool.gpu, pool.rdma_efficiency, collective)
         return self._memo.of(*key, compute=lambda: self._link(name, pool, collective))  # 100,000 calls in a search
@@ -142,11 +143,11 @@ class Costs:
         recompute: str = "none",
         ep: int = 1,
     ) -> Seconds:
-        """Return the seconds of one layer's (forward, backward) for one micro-batch on one of `tp` ranks of `pool`.
-        Experts' all-to-alls are not part of it.
+        """Return the seconds of (forward, backward) of one layer, for one micro-batch on one of `tp` ranks of `pool`.
+        The all-to-alls of experts are not included.
 
-        Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` the
-        attention scores. Paced layers also wait in a recomputed forward pass.
+        Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` repeats
+        the parts in `software.recompute_parts`. With emulated compute, only `full` adds time.
         """
         gpu, shape = pool.gpu, LayerShape(model, batch, tp, sequence_parallel, recompute, ep)
         if self.pace_layer_ms:
@@ -156,7 +157,7 @@ class Costs:
         if measured is None and not gpu.is_cpu:
             # An exchange of CP ranks between nodes shares a node's NIC with the exchanges of the other TP ranks.
             nic_gbps = pool.data_gbps / tp if tp * batch.cp > pool.gpus_per_node else None
-            if nic_gbps and batch.all_to_all:  # each rank of the node sends to each peer outside
+            if nic_gbps and batch.all_to_all:  # each rank sends to each CP peer outside its node
                 nic_gbps *= (batch.cp - 1) / ((inside := max(1, pool.gpus_per_node // tp)) * (batch.cp - inside))
             return self._correct(self._times(shape, gpu, nic_gbps)[0], gpu)
         tokens, sequence = shape.tokens, batch.context
@@ -182,7 +183,7 @@ class Costs:
 
     def part_s(self, part: str, model: ModelSpec, batch: Batch, tp: int, pool: Pool) -> Seconds:
         """Return the seconds of (forward, backward) of the embedding, or of the head with its norm and loss.
-        With emulated compute, the layers' time includes both."""
+        With emulated compute, they take no time of their own, because the time of the layers includes them."""
         if self.pace_layer_ms:
             return 0.0, 0.0
         gpu, shape = pool.gpu, LayerShape(model, batch, tp)
@@ -192,8 +193,8 @@ class Costs:
         return self._correct(seconds or self._times(shape, gpu)[PARTS.index(part)], gpu)
 
     def optimizer_s(self, parameters: float, pool: Pool) -> float:
-        """Return the seconds of Adam for `parameters` parameters. It reads gradient, fp32 weight and two moments.
-        It writes the last three, and the weight in the model's dtype."""
+        """Return the seconds in which Adam updates `parameters` parameters. It reads the gradient, the fp32 weight and
+        two moments. It writes the fp32 weight, the two moments, and the weight in the model's dtype."""
         gpu, measured = pool.gpu, self._measured_pool(pool)
         if measured is not None and measured.optimizer_s is not None:
             return parameters * measured.optimizer_s
@@ -205,7 +206,8 @@ class Costs:
         )
 
     def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
-        """Return the fixed seconds of a pass of one of a stage's `chunks`, outside layers, embedding and head."""
+        """Return the fixed seconds of a pass through one of a stage's `chunks` model chunks.
+        They come in addition to the times of layers, embedding and head."""
         measured = self._measured_pool(pool)
         if self.pace_layer_ms:
             return 0.0 if self.is_measured(pool) else EMULATED_PASS_S
@@ -216,13 +218,13 @@ class Costs:
         return self.stack.pass_s / chunks + (self.stack.chunk_s if chunks > 1 else 0.0)
 
     def step_overhead_s(self, pool: Pool) -> float:
-        """Return a step's fixed seconds outside its passes and its traffic."""
+        """Return the fixed seconds of a step, in addition to its passes and its traffic."""
         if self.calibration is not None and self.calibration.step_s is not None:
             return self.calibration.step_s
         return self.stack.step_s if self.is_modelled(pool) else 0.0
 
     def is_modelled(self, pool: Pool) -> bool:
-        """Return whether compute times come from the kernels' tables: for a GPU kind without a measured layer."""
+        """Return whether compute times come from the kernel tables: on GPUs, if neither measured nor emulated."""
         return not (pool.gpu.is_cpu or self.pace_layer_ms or self.is_measured(pool))
 
     def is_measured(self, pool: Pool) -> bool:
@@ -248,7 +250,8 @@ class Costs:
     # -- from measurements ---------------------------------------------------------------------------------------------
 
     def _paced_s(self, shape: LayerShape, pool: Pool) -> Seconds:
-        """Return (forward, backward) seconds of an emulated layer of any size: measured, else its pace."""
+        """Return the seconds of (forward, backward) of an emulated layer, whose time does not depend on its size.
+        A measured time is used if there is one, otherwise `pace_layer_ms`."""
         rows = self.calibration.parts(pool, "layer", shape.model.hidden) if self.calibration is not None else []
         if rows:
             tokens, tp = shape.tokens, shape.tp
@@ -259,14 +262,14 @@ class Costs:
         return forward, 2 * forward
 
     def _measured_s(self, part: str, shape: LayerShape, pool: Pool) -> Seconds | None:
-        """Return the measured or interpolated seconds of a part's (forward, backward), None without a measurement."""
+        """Return the seconds of (forward, backward) of a part, from its measurements; None if there are none."""
         if self.calibration is None or not (rows := self.calibration.parts(pool, part, shape.model.hidden)):
             return None
         return self._memo.of(part, shape, pool.name, pool.gpu, compute=lambda: self._interpolate_s(rows, shape, pool))
 
     def _interpolate_s(self, rows: list[MeasuredPart], shape: LayerShape, pool: Pool) -> Seconds:
         """Interpolate the measured/modelled ratio between shapes and scale the modelled time by it.
-        `rows`: one part's measurements. Only those at the TP nearest to that of the shape are used."""
+        `rows`: the measurements of one part. Only rows whose TP is nearest to `shape.tp` are used."""
         part, sequence = rows[0].part, shape.batch.sequence_length
         nearest_tp = min({p.tp for p in rows}, key=lambda tp: (abs(math.log(tp / shape.tp)), tp))
         is_same_tp = nearest_tp == shape.tp
@@ -275,7 +278,7 @@ class Costs:
         def modelled_part(
             tokens: int, sequence: int, tp: int, sequence_parallel: bool, flops: float | None = None
         ) -> tuple[Seconds, Seconds]:
-            """Return (modelled cost of a shape, seconds of its collectives; 0 if the cost includes them)."""
+            """Return (modelled cost of a shape, seconds of its TP collectives: 0 if the cost includes them)."""
             size = max(1, round(tokens / sequence))
             compute_shape = LayerShape(shape.model, Batch(size, size, sequence), tp, sequence_parallel)
             modelled_s = self._modelled_shape_s(part, compute_shape, tokens, pool, collectives=is_same_tp, flops=flops)
@@ -300,9 +303,9 @@ class Costs:
     def _modelled_shape_s(
         self, part: str, shape: LayerShape, tokens: int, pool: Pool, collectives: bool, flops: float | None
     ) -> Seconds:
-        """Return the modelled cost of `tokens` of a shape, comparable between shapes.
-        On GPUs: seconds by the kernels' tables, with TP's `collectives` or without. On CPUs: FLOPs of a rank. `flops`:
-        FLOPs of the complete part; None: computed here."""
+        """Return the modelled cost of `tokens` tokens of a shape, in a unit that allows comparison between shapes.
+        On GPUs, the cost is the seconds from the kernel tables, including TP's collectives if `collectives`. On CPUs,
+        it is the FLOPs of one rank. `flops`: FLOPs of the part on all TP ranks; None: derived from the shape."""
         gpu, model, tp = pool.gpu, shape.model, shape.tp
         if gpu.is_cpu or self.pace_layer_ms:
             part_count = flops or part_flops(model, part, tokens, shape.batch.sequence_length, tp)
@@ -320,8 +323,8 @@ class Costs:
         return self._part_comm_s(part, self._all_reduce_s(shape, pool), shape.model, pool.gpu)
 
     def _part_comm_s(self, part: str, all_reduce_s: float, model: ModelSpec, gpu: Gpu) -> Seconds:
-        """Return the seconds of a part's collectives in (forward, backward), from those of one all-reduce."""
-        backward, expert_only = self.software_on(gpu).backward_reductions, not model.tp_ffn  # TP splits no expert
+        """Return the seconds of a part's TP collectives in (forward, backward), from the seconds of one all-reduce."""
+        backward, expert_only = self.software_on(gpu).backward_reductions, not model.tp_ffn  # TP never splits experts
         return {
             "layer": ((2 - expert_only) * all_reduce_s, (backward - expert_only) * all_reduce_s),
             "embedding": (all_reduce_s, 0.0),
@@ -329,8 +332,9 @@ class Costs:
         }[part]
 
     def _all_reduce_s(self, shape: LayerShape, pool: Pool) -> float:
-        """Return the seconds of an all-reduce of T x h over the TP ranks; sequence parallel sends as many bytes.
-        The link is the measured one, else that of the kernels' tables or published figures."""
+        """Return the seconds of an all-reduce of tokens x hidden elements over the TP ranks.
+        Sequence parallelism sends as many bytes. If the link is not measured, GPUs use the figures of :class:`Stack`
+        and CPUs use GLOO_LINKS."""
         gpu, tp = pool.gpu, shape.tp
         if tp == 1:
             return 0.0

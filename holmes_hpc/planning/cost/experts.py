@@ -1,7 +1,7 @@
-"""Sizes and all-to-alls of the experts of a layout.
+"""Parameters, memory and all-to-alls of the experts of a layout.
 
-An expert is on one rank as a whole. `ep` consecutive ranks of a stage hold all experts, and exchange tokens; ranks with
-the same experts reduce their gradients.
+Each expert is complete on one rank. `ep` consecutive ranks of a stage together hold all experts and exchange tokens.
+Ranks that hold the same experts reduce the gradients of these experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
 
 
 def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Return the number of parameters, of a stage's `count`, that one rank's optimizer updates, (plans, S)."""
+    """Return how many of the `count` parameters of each stage one rank's optimizer updates, (plans, S)."""
     p = layout.parallel
     if not p.distributed_optimizer:
         return count
@@ -37,15 +37,16 @@ def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np
 
 
 def joined_bytes(model: ModelSpec, ep: int, element: float) -> float:
-    """Return the bytes of copies that a rank needs to compute the products of all its experts together.
-    They are the first matrices of a layer and their gradients. Only half precision (`element` 2) needs them."""
+    """Return the bytes of the copies that a rank makes to compute the matrix products of all its experts together.
+    It copies the experts' first matrices of one layer, and their gradients. Only half precision (`element`: 2 bytes)
+    needs copies."""
     count = model.experts.count // ep
     widths = (2 if model.swiglu else 1) * model.ffn_width * model.hidden
     return 2 * element * count * widths if count > 1 and element == 2 else 0.0
 
 
 def ep_nodes(layout: Layout, component: Component) -> int:
-    """Return the number of nodes of an EP group."""
+    """Return the number of nodes that an EP group spans."""
     ep, per_node = layout.parallel.ep, component.gpus_per_node
     return 1 if component.nodes == 1 or per_node % ep == 0 else max(2, ep // per_node)
 
@@ -53,10 +54,11 @@ def ep_nodes(layout: Layout, component: Component) -> int:
 def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool) -> float:
     """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass.
 
-    They are tokens with probabilities (fp32), and results; backward sends as many. All experts get equally many tokens.
-    `between_nodes`: to a rank on another node, to which software may send a token once for all experts there."""
+    The bytes are tokens with their probabilities (fp32), and results. The backward pass sends as many. All experts are
+    assumed to get equally many tokens. `between_nodes`: the other rank is on another node. Software may then send a
+    token only once for all experts on that node (``software.deduplicated``)."""
     p, m = layout.parallel, layout.model
-    copies: float = m.active_ffns  # of a token
+    copies: float = m.active_ffns  # number of times that each token is sent
     if between_nodes and layout.costs.software.deduplicated:
         nodes = ep_nodes(layout, component)
         copies = nodes * (1 - (1 - 1 / nodes) ** m.active_ffns)  # the expected number of nodes with its experts

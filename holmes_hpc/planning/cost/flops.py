@@ -1,12 +1,11 @@
 """Parameters and FLOPs of a layer, the embedding and the head.
-Arithmetic only.
 
-Sources. Parameters and FLOPs: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using
-Megatron-LM" (SC'21), section 5.1 and its appendix. A matrix of n parameters costs 2n FLOPs per token forward and 4n
-backward. Attention scores and their product with the values cost 4*s*h per token and layer, or 4*s*heads*head_dim. The
-causal half is not subtracted. For GPT with f=4h this gives their 96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)) with full
-recomputation. Grouped-query attention (Ainslie et al. 2023) has key and value matrices k/a as large. SwiGLU (Shazeer
-2020) has three FFN matrices instead of two.
+They follow Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (SC'21),
+section 5.1 and its appendix. A matrix of n parameters costs 2n FLOPs per token forward and 4n backward. Attention
+scores and their product with the values cost 4*s*h FLOPs per token and layer, or 4*s*heads*head_dim if that differs.
+The half of the scores that the causal mask hides is not subtracted. For GPT with f=4h and full recomputation, the sum
+is the paper's 96*B*s*l*h^2*(1 + s/(6h) + V/(16*l*h)). In grouped-query attention (Ainslie et al. 2023), the key and
+value matrices are smaller by the factor kv_heads/heads. SwiGLU (Shazeer 2020) has three FFN matrices instead of two.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from holmes_hpc.config.model import Batch, ModelSpec
 
 
 def attention_matrix(m: ModelSpec) -> int:
-    """Return the weights of one layer's attention: query, key, value and output."""
+    """Return the number of weights of one layer's attention: query, key, value and output matrices."""
     return 2 * m.hidden * (m.query_width + m.key_width)
 
 
 def ffn_weights(m: ModelSpec, width: int) -> int:
-    """Return the weights of a feed-forward part of inner width `width`: up, down, and with SwiGLU the gate."""
+    """Return the number of weights of an FFN of inner width `width`: up, down and, with SwiGLU, gate matrix."""
     return (3 if m.swiglu else 2) * m.hidden * width
 
 
@@ -37,7 +36,7 @@ def ffn_matrix(m: ModelSpec) -> float:
 
 
 def permuted_elements(m: ModelSpec) -> float:
-    """Return the elements that a token's permutations to its experts and back read and write; 0 for a dense model."""
+    """Return how many elements are read and written to permute a token to its experts and back; 0 if dense."""
     return 4.0 * m.active_ffns * m.hidden if m.experts.count else 0.0
 
 
@@ -102,8 +101,8 @@ def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:
 
 
 def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> float:
-    """Return the forward FLOPs of a measured `part` for the complete micro-batch, on all `tp` ranks.
-    The embedding computes nothing; its value is the number of elements that it writes."""
+    """Return the forward FLOPs of a measured `part` for the complete micro-batch, on all `tp` ranks together.
+    The embedding computes nothing, so its value is the number of elements that it writes."""
     return {
         "layer": layer_flops(m, tokens, sequence),
         "embedding": float(tokens * m.hidden),
@@ -112,7 +111,7 @@ def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> 
 
 
 def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
-    """Return the FLOPs of one step of the model itself: forward once, backward twice that."""
+    """Return the FLOPs of one step without recomputation. The backward pass has twice those of the forward pass."""
     tokens = batch.global_size * batch.sequence_length
     layers = of_layers(model, lambda m: layer_flops(m, tokens, batch.context))
     return 3 * (layers + head_flops(model, tokens, tp))

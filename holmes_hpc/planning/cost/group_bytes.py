@@ -18,8 +18,8 @@ from holmes_hpc.planning.plan.transport import GroupTransport, Place, places
 
 
 def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransport, int, float]]:
-    """Yield (group, sending rank, payload bytes per step) for every group that leaves a node.
-    Each sending rank uses its node's NIC. `layers`: one split, (1, S, C)."""
+    """Yield (group, sending rank, payload bytes per step) for each rank that sends over its node's NIC.
+    Only groups that span several nodes have such ranks. `layers`: one layer split, (1, stages, chunks)."""
     p, costs, place_of = layout.parallel, layout.costs, places(layout.components)
     sparse = experts.weights(layout, layers)[0].sum(axis=1)  # parameters of routed experts on a rank
     count = parameters(layout, layers)[0].sum(axis=1) - sparse
@@ -47,7 +47,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             tp = p.tp if is_grid else 1
             senders = first_rank_per_node(group.ranks, place_of)
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
-        elif group.kind == "cp":  # keys and values go round once in each forward pass, and with gradients in backward
+        elif group.kind == "cp":  # rounds of keys and values: 1 forward, 2 backward (with their gradients)
             parts = {"full": ("scores",), "selective": costs.software.recompute_parts}.get(layout.recompute, ())
             passes, rounds = float(layers[0, stage].sum()) * layout.order.micro_batches, 3 + ("scores" in parts)
             tokens = layout.batch.micro_size * layout.batch.sequence_length
@@ -82,12 +82,12 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
 
 
 def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tuple[int, ...]:
-    """Return the first of `ranks` on each node. It stands for the node: a ring leaves each of its nodes once."""
+    """Return the first of `ranks` on each node. It counts as the node's sender, because a ring leaves a node once."""
     return tuple({place_of[rank]: rank for rank in reversed(ranks)}.values())
 
 
 def _tensor_share(p: Parallel, group: Group) -> float:
-    """Return the share that the second rank of an edge receives of the first rank's part of a tensor."""
+    """Return the share of the first rank's part of a tensor that the second rank of the edge receives."""
     (upper, _, i), (lower, _, j) = (p.coordinates(rank) for rank in group.ranks)
     above, below = p.tp_of(upper), p.tp_of(lower)
     if above == below:
@@ -96,9 +96,9 @@ def _tensor_share(p: Parallel, group: Group) -> float:
 
 
 def _transfer_count(layout: Layout, group: Group) -> int:
-    """Return the stage transfers of a step, one way, over an edge of a grid."""
+    """Return the number of stage transfers in a step over an edge, in one direction (:meth:`Parallel.is_grid` only)."""
     chunks, micro_batches = layout.parallel.virtual_stages, layout.order.micro_batches
     transfers = micro_batches * (chunks if group.stages[0] < group.stages[1] else chunks - 1)
-    if layout.parallel.pp == 2:  # the edge back to the first stage joins the same ranks
+    if layout.parallel.pp == 2:  # the wrap-around edge connects the same two ranks
         transfers += micro_batches * (chunks - 1)
     return transfers

@@ -1,9 +1,9 @@
-"""Seconds of a layer's kernels on one GPU: products, attention, memory-bound operations, collectives.
+"""Seconds of a layer's kernels on one GPU: matrix products, attention, memory-bound operations, collectives.
 
-A product's tiles have a fixed shape and run on the GPU's multiprocessors in waves. The last wave takes as long as a
-full one, and an edge tile as long as a full tile (NVIDIA, "Matrix Multiplication Background User's Guide", 2023: tile
-and wave quantisation). The quickest of several tile shapes is used, as in cuBLAS. Smaller tiles reuse less
-of their loads. The shares of the peak are data (kernel_figures.yaml).
+A matrix product is computed in tiles of a fixed shape, which run on the GPU's multiprocessors in waves. The last wave
+takes as long as a full one, and a tile at the edge as long as a full tile (NVIDIA, "Matrix Multiplication Background
+User's Guide", 2023: tile and wave quantisation). As in cuBLAS, the quickest of several tile shapes is used. Smaller
+tiles are slower, because they reuse less of the data that they load. kernel_figures.yaml has the shares of the peak.
 """
 
 import math
@@ -17,16 +17,16 @@ from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
 
-# A100, H100, H200 and B200 have 153 to 295 FLOPs per byte. An unknown GPU gets this value.
+# Peak FLOPs per byte of memory bandwidth of an unknown GPU. A100, H100, H200 and B200 have 153 to 295.
 FLOPS_PER_BYTE = 200.0
-FILL = 64  # extra rows of the inner dimension, which take as long as filling a tile's pipeline
-# Rows and columns of a tile, and its speed relative to the best.
+FILL = 64  # filling a tile's pipeline takes as long as this many further elements of the inner dimension
+# Rows and columns of each tile shape, and its speed relative to the best shape.
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.82), (64, 128, 0.82), (64, 64, 0.65))
 
 
 @dataclass(frozen=True)
 class Kind(Checked, where="gpu kind {0.name}"):
-    """The kernel efficiencies of one kind of GPU (kernel_figures.yaml). `known` False: assumed, without a table."""
+    """The kernel efficiencies of one kind of GPU (kernel_figures.yaml). `known` False: assumed figures."""
 
     name: str
     sms: Annotated[int, key("streaming multiprocessors", ge=1)]
@@ -50,8 +50,8 @@ def kinds() -> tuple[Kind, ...]:
 
 @cache
 def kind(gpu: Gpu) -> Kind:
-    """Return the table of a GPU, by the kind that its name in Slurm or a site file means.
-    Without a table, derive one from the GPU's peak."""
+    """Return the kernel efficiencies of a GPU. Its name is the one in Slurm or in a site file.
+    If kernel_figures.yaml has no such kind, derive the efficiencies from the GPU's peak."""
     gpu_kind = read_vocabulary().gpu(gpu.name)
     for name in (gpu_kind.name if gpu_kind is not None else gpu.name, gpu.name):
         for table in kinds():
@@ -74,19 +74,26 @@ Time = Annotated[float, key("seconds", unit="s", ge=0)]
 
 @dataclass(frozen=True)
 class Stack(Checked, where="stack"):
-    """The efficiency of current programs, relative to the kinds' tables.
+    """The efficiency of current training programs, relative to the figures of each GPU kind (:class:`Kind`).
 
-    One set of constants for all GPUs and programs, fitted to published runs (benchmarks/published_fit.py). `product`:
-    factor of the table's share for large products; `fp8`: a further factor in FP8, of its peak. `flash`, `flash1`,
-    `flash3`: factor of the table's share for FlashAttention 2, 1 and 3. `memory`, `stream`: share of the bandwidth,
-    for kernels of a token's width and for kernels over one large array (scores, gradients, optimizer, loss).
-    `unfused_attention`, `unfused_elementwise`: moved over counted bytes, of unfused attention and of other unfused
-    operations. `loss_bytes`: moved by the loss for each logit, forward. `launch_s`: CPU time of a kernel launch.
-    `wait_s`: extra if the CPU waits for the kernel. `gap_s`: between two kernels on the GPU. `pass_s`: of every pass;
-    `chunk_s`: extra for a virtual stage. `step_s`: of every step. `ring_s`, `rank_s`: of a collective inside a node,
-    and per rank in it (all-reduces of 2 to 8 A100, github.com/VIA-Research/vTrain, trace/a100, f8dda84). `local`,
-    `ib`, `roce`, `transfer`: shares of the nominal rate that collectives in a node, over InfiniBand, over other RDMA,
-    and stage transfers reach.
+    All GPUs and programs have the same constants, fitted to published runs (benchmarks/published_fit.py).
+
+    Compute: `product`: factor of `Kind.product`; `fp8`: further factor of FP8 products, whose peak is that of FP8.
+    `flash`, `flash1`, `flash3`: factor of `Kind.flash` for FlashAttention 2, 1 and 3.
+
+    Memory: `memory`: share of the bandwidth that kernels reach whose rows have the width of one token; `stream`: share
+    that kernels over one large array reach (scores, gradients, optimizer, loss). `unfused_attention`,
+    `unfused_elementwise`: ratio of moved to counted bytes in unfused attention and in other unfused operations.
+    `loss_bytes`: bytes that the loss moves per logit in the forward pass.
+
+    Overheads in seconds: `launch_s`: CPU time of a kernel launch; `wait_s`: additional CPU time if the CPU waits for
+    the kernel; `gap_s`: gap between two kernels on the GPU. `pass_s`: overhead of a pass through all chunks of a stage;
+    `chunk_s`: additional overhead of a chunk if there are several. `step_s`: overhead of a step. `ring_s`, `rank_s`:
+    latency of a collective inside a node, constant part and part per rank (all-reduces of 2 to 8 A100,
+    github.com/VIA-Research/vTrain, trace/a100, f8dda84).
+
+    Shares of the nominal rate: `local`, `ib`, `roce`: of collectives inside a node, over InfiniBand, and over other
+    RDMA; `transfer`: of stage transfers over RDMA.
     """
 
     product: Share = 0.9396
@@ -117,14 +124,15 @@ STACK = Stack()
 
 
 def _alignment_factor(width: int) -> float:
-    """Return the slowdown of products whose sides are `width` bytes.
-    Multiples of 128 are best; without a multiple of 16, at most a third of the speed remains (the guide above)."""
+    """Return the slowdown of a matrix product with a dimension of `width` bytes.
+    Multiples of 128 bytes are fastest. If `width` is not a multiple of 16 bytes, at most a third of the speed remains
+    (see the guide above)."""
     return 1.0 if width % 128 == 0 else 1.15 if width % 16 == 0 else 3.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU as kernels see it. `element`: bytes of one number of its weights and activations."""
+    """One GPU and the data type of its kernels. `element`: bytes of one element of weights and activations."""
 
     gpu: Gpu
     element: int
@@ -141,20 +149,21 @@ class Device:
 
     @cached_property
     def bandwidth(self) -> float:
-        """Bytes/s of memory."""
+        """Memory bandwidth in bytes per second."""
         return self.kind.memory_gbps * 1e9
 
     def moved_s(self, moved_bytes: float) -> float:
-        """Return the seconds to move a number of bytes in kernels of a token's width."""
+        """Return the seconds to move `moved_bytes` in kernels whose rows have the width of one token."""
         return moved_bytes / (self.bandwidth * self.stack.memory)
 
     def streamed_s(self, moved_bytes: float) -> float:
-        """Return the seconds to move a number of bytes in kernels over one large array."""
+        """Return the seconds to move `moved_bytes` in kernels over one large array."""
         return moved_bytes / (self.bandwidth * self.stack.stream)
 
     def product_s(self, m: int, n: int, k: int, fp8: bool = False) -> float:
-        """Return the seconds of (m, k) x (k, n). If tiles do not fill the GPU, several multiprocessors may share the
-        sums of one tile (split-K) and add their parts in fp32."""
+        """Return the seconds of the matrix product (m, k) x (k, n).
+        If the tiles do not fill the GPU, several multiprocessors may share a tile (split-K). Each sums over a part of
+        k, and the partial sums are added in fp32."""
         sms, best = self.kind.sms, math.inf
         rate = self.peak * self.kind.product * self.stack.product
         if fp8:
@@ -168,17 +177,18 @@ class Device:
         return max(alignment_factor * best, self.streamed_s(self.element * (m * k + k * n + m * n)))
 
     def scores_s(self, pairs: float, width: int) -> float:
-        """Return the seconds of one of attention's two batched products, without its scores' traffic.
-        `pairs`: number of pairs of a query and a key. `width`: of a head, rounded up to multiples of 64 (fitted to
-        kernels.csv: widths 64, 80 and 128)."""
+        """Return the seconds of one of the two batched matrix products of attention.
+        The memory traffic of the scores is not included. `pairs`: number of (query, key) pairs. `width`: width of a
+        head; it counts as the next multiple of 64 (fitted to kernels.csv: widths 64, 80 and 128)."""
         slowdown = 12 if width * self.element % 16 else 1  # no tensor cores: 19.5 of A100's 312 TFLOP/s
         flops = 2.0 * pairs * -(-width // 64) * 64 * slowdown
         return flops / (self.peak * self.kind.product * self.stack.product)
 
     def flash_s(self, blocks: float, sequence: int, width: int, version: str) -> tuple[float, float]:
-        """Return the seconds of fused causal attention (forward, backward) for `blocks` = sequences x heads of this
-        rank. The masked half of the scores is not computed. Backward makes five products instead of two, at 0.85 of the
-        speed. Short sequences have few tiles off the diagonal; narrow heads have fewer products per exponential."""
+        """Return the seconds of (forward, backward) of fused causal attention.
+        `blocks`: sequences x heads of this rank. The masked half of the scores is not computed. Backward makes five
+        matrix products instead of two, at 0.85 of the speed. Short sequences are slower, because few tiles are off the
+        diagonal. Narrow heads are slower, because they have fewer multiplications per exponential."""
         flops = 2.0 * blocks * sequence * sequence * width  # half of 4 * s * s * width
         stack = self.stack
         share = self.kind.flash * {"flash1": stack.flash1, "flash3": stack.flash3}.get(version, stack.flash)

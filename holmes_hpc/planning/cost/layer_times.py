@@ -1,13 +1,13 @@
-"""Seconds of a transformer layer, the embedding and the head without measurements.
+"""Modelled seconds of a transformer layer, the embedding and the head, for use without measurements.
 
-On a GPU, the model goes kernel by kernel. It counts the layer's products with weights (forward; backward the gradients
-of input and weight of each), attention, bytes of memory-bound operations, TP's collectives, and a gap per kernel. A
-pass takes at least the time in which the CPU launches its kernels. If the CPU waits for each kernel
-(CUDA_LAUNCH_BLOCKING=1), the launches add to the pass.
+On a GPU, the model adds up the kernels of a layer: matrix products with weights, attention, memory-bound operations,
+TP's collectives, and a gap after each kernel. In backward, each matrix product with weights becomes two, for the
+gradients of the input and of the weight. A pass takes at least the time in which the CPU launches its kernels. If the
+CPU waits for each kernel (CUDA_LAUNCH_BLOCKING=1), the launch times are added to the pass.
 
-On a CPU, the model is a roofline (Williams et al. 2009) in two terms: matrix products at a share of the peak, and other
-work at a share of the memory bandwidth. Moved elements follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4:
-each stored element is written once and read once.
+On a CPU, the model is a roofline (Williams et al. 2009) with two terms: matrix products at a share of the peak, and
+other work at a share of the memory bandwidth. The elements that other work moves follow Korthikanti et al. 2022
+(arXiv 2205.05198), section 4: each stored element is written once and read once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from holmes_hpc.planning.cost.software import Software
 
 Seconds = tuple[float, float]  # forward, backward
 PARTS = ("layer", "embedding", "head")
-# Kernels of a layer's forward pass: four products with their casts and views, two norms, residuals, attention.
-# Each unfused operation adds one. Backward has about twice as many. TP adds two collectives, which wait for the
-# slowest rank: their cost grows with the number of ranks.
+# Number of kernels in a layer's forward pass: four matrix products with their casts and views, two norms, residuals,
+# attention. Each unfused operation adds one kernel. Backward has about twice as many. TP adds two collectives. Their
+# cost grows with the number of ranks, because they wait for the slowest rank.
 KERNELS, KERNELS_NORM, KERNELS_UNFUSED, KERNELS_TP = 16, 5, 6, 3
-# Unmeasured: the router with its permutations, and what a rank does for each of its experts.
+# Not measured: kernels of the router with its permutations, and kernels for each expert of a rank.
 KERNELS_ROUTER, KERNELS_EXPERT = 24, 4
 KERNELS_ATTENTION = {"flash": 4, "flash1": 4, "flash3": 4, "sdpa": 4, "softmax": 8, "unfused": 14}
-# Of a CPU, and for gaps in a calibration: the share of the peak that all products reach, and of the memory bandwidth
-# that other work reaches. Fitted to the 13 runs of Narayanan et al. (SC'21) and Yang et al. (arXiv 2312.03549).
+# For class Cpu: the share of the peak that matrix products reach, and the share of the memory bandwidth that other work
+# reaches. Fitted to the 13 runs of Narayanan et al. (SC'21) and Yang et al. (arXiv 2312.03549).
 MATRIX_SHARE, MEMORY_SHARE = 0.762, 0.825
-CPU_MEMORY_GBPS = 10.0  # of one rank: a core's share of a server's DDR4
+CPU_MEMORY_GBPS = 10.0  # memory bandwidth of one rank: a core's share of a server's DDR4
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class LayerShape:
 
     @property
     def norm_split(self) -> int:
-        """The ranks over which norms and residuals are split."""
+        """The number of ranks over which norms and residuals are split."""
         return self.tp if self.sequence_parallel else 1
 
 
@@ -63,13 +63,13 @@ def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> f
 
 
 def exchanged_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
-    """Return the bytes that all-to-all attention exchanges: queries, keys and values; then its output."""
+    """Return the bytes that a layer's all-to-all attention exchanges: queries, keys, values and, later, its output."""
     return 2.0 * tokens * (model.query_width + model.key_width) / tp * element
 
 
 def all_reduce_s(device: Device, shape: LayerShape) -> float:
-    """Return the seconds of an all-reduce of T x h over the TP ranks.
-    With sequence parallel, a reduce-scatter and an all-gather replace it."""
+    """Return the seconds of an all-reduce of tokens x hidden elements over the TP ranks.
+    With sequence parallelism, a reduce-scatter and an all-gather take its place."""
     tp = shape.tp
     if tp == 1:
         return 0.0
@@ -79,8 +79,9 @@ def all_reduce_s(device: Device, shape: LayerShape) -> float:
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """The times of a model's parts on one rank, for one micro-batch. `gradient_bytes`: of one accumulated gradient.
-    `cp_gbps`: a rank's rate in CP's exchange between nodes; None if the exchange stays inside a node."""
+    """The times of a model's parts on one rank of a GPU, for one micro-batch.
+    `gradient_bytes`: bytes of one gradient element in its accumulation buffer. `cp_gbps`: rate in Gb/s of one rank in
+    CP's exchange between nodes; None if the exchange stays inside a node."""
 
     device: Device
     software: Software
@@ -94,8 +95,9 @@ class LayerTimes:
         return self.software.attention_of(shape.model.heads // shape.tp or 1, batch.context, batch.micro_size)
 
     def product(self, columns: int, rows: int, fp8: bool = False, tokens: int | None = None) -> Seconds:
-        """Return the seconds of a product of `tokens` (None: all) with a matrix of `rows` inputs and `columns` outputs.
-        For FP8, inputs and gradients are scaled and cast: each is read once and written twice, also transposed."""
+        """Return the seconds of (forward, backward) of `tokens` tokens (None: all) times a matrix of weights.
+        The matrix has `rows` inputs and `columns` outputs. For FP8, inputs and gradients are scaled and cast. Each is
+        read once and written twice: as it is, and transposed."""
         t, d = tokens or self.shape.tokens, self.device
         forward, backward = (
             d.product_s(t, columns, rows, fp8),
@@ -106,7 +108,8 @@ class LayerTimes:
         return forward + d.moved_s(t * rows * (d.element + 2.0)), backward + d.moved_s(t * columns * (d.element + 2.0))
 
     def products(self) -> Seconds:
-        """Return the seconds of the layer's products: query, key and value in one; output; up with the gate; down."""
+        """Return the seconds of (forward, backward) of all matrix products of the layer with weights.
+        Query, key and value are one product. The others are the output and the :meth:`ffn_products`."""
         m, tp = self.shape.model, self.shape.tp
         fp8 = self.software.fp8
         shapes = (((m.query_width + 2 * m.key_width) // tp, m.hidden), (m.hidden, m.query_width // tp))
@@ -114,9 +117,10 @@ class LayerTimes:
         return sum(f for f, _ in products), sum(b for _, b in products)
 
     def ffn_products(self, fp8: bool = False) -> list[Seconds]:
-        """Return (forward, backward) seconds of the FFN's products, in pairs: up (with the gate), down.
+        """Return the seconds of (forward, backward) of each matrix product of the FFN.
 
-        Shared and routed experts have a pair each. A rank holds 1/`ep` of the experts; each gets equally many tokens.
+        They are up (with the gate) and down: of a dense FFN or the shared experts first, then of the routed experts.
+        A rank holds 1/`ep` of the routed experts. Each expert is assumed to get equally many tokens.
         """
         shape, m, experts = self.shape, self.shape.model, self.shape.model.experts
         products = self._up_and_down(m.tp_ffn // shape.tp, shape.tokens, fp8) if m.tp_ffn else []
@@ -128,7 +132,7 @@ class LayerTimes:
         return products
 
     def _up_and_down(self, width: int, tokens: int, fp8: bool) -> list[Seconds]:
-        """Return the seconds of the two products of a feed-forward part with the inner width `width`."""
+        """Return the seconds of the two matrix products of an FFN with inner width `width`, for `tokens` tokens."""
         model = self.shape.model
         columns, hidden = (2 if model.swiglu else 1) * width, model.hidden
         return [self.product(columns, hidden, fp8, tokens), self.product(hidden, width, fp8, tokens)]
@@ -149,8 +153,8 @@ class LayerTimes:
         return compute_s + moved_s, 2 * (compute_s + moved_s)
 
     def _with_exchange(self, compute_s: Seconds) -> Seconds:
-        """Return the seconds of attention and CP's exchange. Attention overlaps with a ring of keys and values, in
-        backward also of their gradients. All-to-alls do not overlap."""
+        """Return the seconds of (forward, backward) of attention with CP's exchange. A ring exchange of keys and values
+        (in backward, also of their gradients) overlaps with attention. All-to-alls do not overlap."""
         shape, cp = self.shape, self.shape.batch.cp
         sizes = shape.model, shape.tokens, shape.tp, self.device.element
         if cp == 1:
@@ -168,9 +172,9 @@ class LayerTimes:
 
     def moved(self) -> Seconds:
         """Return the seconds of memory-bound operations.
-        These are norms, residuals with dropout, the activation, rotary positions or biases. Their elements per token
-        scale with the hidden width (on every rank unless sequence parallel), with the FFN's width, and with the
-        queries and keys."""
+        These are norms, residuals with dropout, the activation, rotary positions or biases. The elements per token
+        scale with the hidden width, the FFN's width, and the widths of queries and keys. TP splits all but those of
+        the hidden width, which only sequence parallelism splits."""
         shape, m, d, s = self.shape, self.shape.model, self.device, self.software
         unfused = not s.fused_elementwise
         residual = 3 + (1 / d.element + (2 if unfused else 0) if m.dropout else 0) + (2 if unfused and m.bias else 0)
@@ -201,17 +205,18 @@ class LayerTimes:
 
     @property
     def norm_bytes(self) -> float:
-        """Bytes that a norm moves per token and hidden unit. Unfused, it makes half a dozen passes in fp32."""
+        """Bytes that a norm moves per token and hidden unit. An unfused norm makes half a dozen passes in fp32."""
         return 2.0 * self.device.element + (0 if self.software.fused_norm else 32)
 
     def all_reduce(self) -> float:
         return all_reduce_s(self.device, self.shape)
 
     def exposed(self, products: Seconds) -> Seconds:
-        """Return the seconds of a layer's TP collectives that no product hides.
-        With overlap, a collective goes in one piece per rank, beside the product of the piece before."""
+        """Return the seconds of a layer's TP collectives that do not overlap with matrix products.
+        With overlap, a collective is split into one piece per rank. Each piece overlaps with the product of the
+        previous piece."""
         comm_s = self.all_reduce()
-        expert_only = not self.shape.model.tp_ffn  # TP splits no expert
+        expert_only = not self.shape.model.tp_ffn  # TP never splits routed experts
         seconds = (2 - expert_only) * comm_s, (self.software.backward_reductions - expert_only) * comm_s
         if not (self.software.overlap_tp and self.shape.sequence_parallel):
             return seconds
@@ -232,8 +237,8 @@ class LayerTimes:
         )
 
     def accumulated(self, weights: int) -> float:
-        """Return the seconds of accumulating weight gradients: write, read, then read and write the sum.
-        Products that add to the sum themselves hide this traffic."""
+        """Return the seconds of accumulating weight gradients: write and read them, read and write their sum.
+        Fused products add to the sum directly, without this traffic."""
         if self.software.fused_wgrad and self.device.element < 4:
             return 0.0
         return self.device.streamed_s(2.0 * weights * (self.device.element + self.gradient_bytes))
@@ -255,12 +260,13 @@ class LayerTimes:
         return max(forward, launch_s), max(backward + recomputed_s, launches * launch_s)
 
     def embedding(self) -> Seconds:
-        """Return the seconds of reading and writing rows of T x h, and under TP of their sum over the ranks."""
+        """Return the seconds of (forward, backward) of the embedding, which reads and writes tokens x hidden elements.
+        Under TP, forward also sums these elements over the ranks."""
         rows_s = self.device.moved_s(2.0 * self.shape.tokens * self.shape.model.hidden * self.device.element)
         return rows_s + self.all_reduce(), 2 * rows_s
 
     def head(self) -> Seconds:
-        """Return the seconds of final norm, output matrix and loss. Logits also exist in fp32 for the loss."""
+        """Return the seconds of (forward, backward) of the output matrix and the loss. The final norm is neglected."""
         m, d, tp = self.shape.model, self.device, self.shape.tp
         columns = m.padded_vocab(tp) // tp
         forward, backward = self.product(columns, m.hidden)
@@ -285,7 +291,8 @@ def part_times(
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU that emulates a GPU. `weight_bytes`, `gradient_bytes`: of one element. `flash`: fused attention."""
+    """A CPU that emulates a GPU.
+    `weight_bytes`, `gradient_bytes`: bytes of one element. `flash`: whether attention is fused."""
 
     gpu: Gpu
     weight_bytes: int
@@ -293,34 +300,35 @@ class Cpu:
     flash: bool
 
     def accumulate_s(self, weights: int) -> float:
-        """Return the seconds of accumulating weight gradients: write, read, then read and write the sum."""
+        """Return the seconds of accumulating weight gradients: write and read them, read and write their sum."""
         return self.memory_s(2.0 * weights * (self.weight_bytes + self.gradient_bytes))
 
     def matrix_s(self, flops: float) -> float:
         return flops / (self.gpu.peak_tflops * 1e12 * MATRIX_SHARE)
 
     def memory_s(self, moved_bytes: float) -> float:
-        # Emulated layers of a GPU use its table.
+        # With emulated compute, `gpu` may be a GPU. Its table then gives the bandwidth.
         gbps = CPU_MEMORY_GBPS if self.gpu.is_cpu else kind(self.gpu).memory_gbps
         return moved_bytes / (gbps * 1e9 * MEMORY_SHARE)
 
     def embedding_s(self, shape: LayerShape) -> Seconds:
-        """Return the seconds of (forward, backward), which read and write rows of T x h."""
+        """Return the seconds of (forward, backward) of the embedding: read and write tokens x hidden elements."""
         moved_s = self.memory_s(2.0 * shape.tokens * shape.model.hidden * self.weight_bytes)
         return moved_s, 2 * moved_s
 
     def head_s(self, shape: LayerShape) -> Seconds:
-        """Return the seconds of (forward, backward), with logits in the weights' type and once in fp32 for the loss."""
+        """Return the seconds of (forward, backward) of the head. Logits exist in the weights' type and in fp32."""
         model, tokens, tp = shape.model, shape.tokens, shape.tp
         moved_s = self.memory_s(tokens * model.padded_vocab(tp) / tp * (2.0 * self.weight_bytes + 8))
         forward = self.matrix_s(head_flops(model, tokens, tp) / tp) + moved_s
         return forward, 2 * forward + self.accumulate_s(head_parameters(model, tp))
 
     def non_matrix_s(self, shape: LayerShape) -> float:
-        """Return the seconds of a forward pass without its matrix products.
-        Per token and hidden unit, two norms read and write an element each, and two residual additions with dropout
-        read two and write one. All are on every rank unless sequence parallel. The FFN's activation reads f or 2f
-        and writes f. Rotary positions or biases act on q, k, v."""
+        """Return the seconds of a layer's forward pass without its matrix products.
+        Per token and hidden unit, each of two norms reads and writes one element, and each of two residual additions
+        (with dropout) reads two elements and writes one. Every TP rank does all of this, unless sequence parallelism
+        splits it. The activation of the FFN, of width f, reads f elements (with SwiGLU 2f) and writes f. Rotary
+        positions or biases read and write queries, keys and values."""
         model = shape.model
         hidden_elements = model.hidden / shape.norm_split * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
         ffn_elements = (3.0 if model.swiglu else 2.0) * model.active_width + permuted_elements(model)
@@ -331,8 +339,8 @@ class Cpu:
 
     def score_traffic_s(self, shape: LayerShape) -> float:
         """Return the seconds of unfused attention's memory traffic.
-        It writes a x s scores per token, reads and writes them in the (masked) softmax and in dropout, which also
-        writes a mask, and reads them once more."""
+        Attention writes heads x sequence length scores per token. The masked softmax reads and writes the scores.
+        Dropout reads and writes them, and writes a mask. The product with the values reads them."""
         if self.flash:
             return 0.0
         passes = (6.0 * self.weight_bytes + 1) if shape.model.dropout else 4.0 * self.weight_bytes

@@ -1,7 +1,7 @@
 """A plan without its layers, as the cost model sees it.
 
-It says which component runs a stage and which network carries each kind of traffic. It never lists the groups of every
-rank: a plan may have tens of thousands of ranks.
+It knows which component runs each stage and which network carries each kind of traffic. It never lists the process
+groups of all ranks, because a plan may have tens of thousands of ranks.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ schedule_of = lru_cache(maxsize=4096)(Schedule)
 
 
 def window_rate(component: Component, delay_s: float) -> float:
-    """Return the bytes per second of one node over a link with a delay, with one TCP connection for each GPU."""
+    """Return the bytes per second that one node can send over a link with a delay, by one TCP connection per GPU."""
     return component.gpus_per_node * WINDOW_BYTES / (2 * delay_s)
 
 
 def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
-    """Compute a function of a layout once for all variants in which these `settings` are equal."""
+    """Compute a function of a layout only once for all variants of the layout with equal `settings` (attributes)."""
     values = [attrgetter(name) for name in settings]
 
     def decorate(compute: Callable[[Layout], T]) -> Callable[[Layout], T]:
@@ -57,12 +57,12 @@ def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layo
 
 @dataclass(frozen=True)
 class Layout:
-    """A Plan without its layers per stage, and the costs that apply.
+    """A :class:`Plan` without its layers per stage, and the costs that apply.
 
-    `memo`: results that depend on the placement of ranks; variants of a layout share it. `pool_memo`: results that
-    depend only on pools, by name. Layouts that differ only in components, schedule, recomputation, virtual stages and
-    buckets may share it. A stage of a layout with per-stage TP/DP costs as much as in a uniform layout with its TP and
-    DP: :attr:`views`.
+    `memo`: cached results that depend on the placement of ranks; all variants of a layout (:meth:`with_settings`)
+    share it. `pool_memo`: cached results that depend only on pools; layouts that differ only in components, schedule,
+    recomputation, virtual stages and buckets may share it. With per-stage TP/DP, the costs of each stage come from a
+    uniform layout with the TP and DP of that stage (:attr:`views`).
     """
 
     model: ModelSpec
@@ -92,7 +92,7 @@ class Layout:
         virtual_stages: int | None = None,
     ) -> Layout:
         """Return a copy with these settings (None: unchanged). Ranks keep their places, so the copy shares `memo`."""
-        layout = copy(self)  # without checks: a search makes thousands
+        layout = copy(self)  # quicker than replace(), because a search makes thousands of copies
         if virtual_stages is not None and virtual_stages != self.parallel.virtual_stages:
             object.__setattr__(layout, "parallel", replace(self.parallel, virtual_stages=virtual_stages))
         for name, value in (("schedule", schedule), ("bucket_bytes", bucket_bytes), ("recompute", recompute)):
@@ -103,7 +103,7 @@ class Layout:
         return layout
 
     def with_schedule(self, kind: ScheduleKind, chunks: int | None = None, recompute: str | None = None) -> Layout:
-        """Return the layout under a schedule, with that schedule's fewest passes in flight."""
+        """Return the layout with schedule `kind` and without extra passes in flight (`ScheduleKind.in_flight`)."""
         p, chunks = self.parallel, chunks or self.parallel.virtual_stages
         depths = kind.in_flight(p.pp, self.batch.micro_batches(p.dp), chunks)
         schedule = schedule_of(kind.name, depths, *([(0,) * p.pp, (1,) * p.pp] if kind.splits else []))
@@ -121,12 +121,13 @@ class Layout:
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """Return whether stages differ in TP or DP, or replicas of a stage in micro-batches; False if hierarchical."""
+        """Return whether stages differ in TP or DP, or replicas of one stage in their number of micro-batches.
+        Always False for a hierarchical layout."""
         return not self.is_hierarchical and not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @cached_property
     def is_weighted(self) -> bool:
-        """Return whether whole pipelines compute different numbers of micro-batches."""
+        """Return whether the layout is hierarchical and its pipelines differ in their number of micro-batches."""
         return self.is_hierarchical and not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @cached_property
@@ -136,7 +137,7 @@ class Layout:
 
     @cached_property
     def orders(self) -> tuple[Order, ...]:
-        """The :attr:`order` of each kind of pipeline replica: of its pipeline with the most micro-batches."""
+        """The :class:`Order` of each kind of pipeline replica: that of its pipeline with the most micro-batches."""
         if not self.is_weighted:
             return (self.order,) * len(self.replicas)
         shares = self.parallel.pipeline_shares([c.ranks for c in self.components], self.batch.micro_batches(1))
@@ -163,8 +164,9 @@ class Layout:
     @property
     @memoised("recompute")
     def views(self) -> tuple[Layout, ...]:
-        """With per-stage TP/DP: for each stage, a uniform layout with its TP and DP. Only that stage of it counts.
-        All its replicas compute as many micro-batches as the stage's replica with the most."""
+        """For each stage of a layout with per-stage TP/DP, a uniform layout with the TP and DP of that stage.
+        Only the costs of that stage are used. Every replica of the uniform layout computes as many micro-batches as
+        the stage's busiest replica."""
         return tuple(self._view(stage) for stage in range(self.parallel.pp))
 
     def _view(self, stage: int) -> Layout:
@@ -190,7 +192,7 @@ class Layout:
 
     @property
     def all_layers(self) -> np.ndarray:
-        """Layer splits from one layer on every stage to all on every stage, (layers, S, 1)."""
+        """Layer splits that give every stage 1, 2, …, or all layers of the model, (layers, stages, 1)."""
         counts = np.arange(1, self.model.layers + 1)
         return np.repeat(counts, self.parallel.pp).reshape(-1, self.parallel.pp, 1)
 
@@ -205,8 +207,8 @@ class Layout:
 
     @cached_property
     def replicas(self) -> tuple[tuple[Component, ...], ...]:
-        """The component of each stage, per kind of pipeline replica.
-        There is one kind, or one per component if hierarchical."""
+        """The component of each stage, for each kind of pipeline replica.
+        Pipelines on the same components are of one kind. A hierarchical layout has one kind per component."""
         components = [self._in_domains(c) for c in self.components]
         if self.is_hierarchical:
             return tuple((c,) * self.parallel.pp for c in components)
@@ -214,7 +216,7 @@ class Layout:
         return (tuple(component_of[s] for s in range(self.parallel.pp)),)
 
     def _in_domains(self, component: Component) -> Component:
-        """Return the component with each NVLink domain of several nodes as one node."""
+        """Return the component with each multi-node NVLink domain counted as one node."""
         nodes = self._nodes_of_domain(component.pool)
         if nodes == 1:
             return component
@@ -228,7 +230,7 @@ class Layout:
 
     @cached_property
     def stage_ranges(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(first, end) of each range of stages of one component, per kind of pipeline replica."""
+        """(first, end) of each range of stages on one component, for each kind of pipeline replica."""
         ranges = []
         for stages in self.replicas:
             starts = [s for s in range(len(stages)) if s == 0 or stages[s] is not stages[s - 1]]
@@ -236,12 +238,12 @@ class Layout:
         return tuple(ranges)
 
     def pipelines(self, component: Component) -> int:
-        """Return the number of pipelines through `component`: its own if hierarchical, else all."""
+        """Return the number of pipelines through `component`: all pipelines, unless the layout is hierarchical."""
         return component.ranks // (self.parallel.pp * self.parallel.tp) if self.is_hierarchical else self.parallel.dp
 
     @property
     def intra_dp_size(self) -> int:
-        """The ranks of a data-parallel group within one optimizer instance."""
+        """The number of ranks of an intra-DP group: a data-parallel group within one optimizer instance."""
         return self.parallel.dp // self.parallel.optimizer_instances
 
     def pool(self, component: Component) -> Pool:
@@ -249,13 +251,13 @@ class Layout:
 
     @cached_property
     def transport_rule(self) -> TransportRule:
-        """The transport rule of the Plan. Its callers find the nodes of a group without listing its members."""
+        """The plan's :class:`TransportRule`. Here, a group's nodes are computed without listing the group's members."""
         return TransportRule.of_job(self.site, self.transport_mode, self.components)
 
     @cached_property
     def edges(self) -> tuple[tuple[Transport, ...], ...]:
-        """The transport of the stage transfer from each stage to the next, per kind of pipeline replica.
-        The last stage's leads back to the first. The transport is local if the transfer never leaves a node."""
+        """The transport of the stage transfer from each stage to the next, for each kind of pipeline replica.
+        The last stage sends to the first. The transport is local if the transfer never leaves a node."""
         transport = cache(lambda source, target, is_local: self.transport_rule.of({source, target}, is_local))
         return tuple(
             tuple(
@@ -279,7 +281,7 @@ class Layout:
         return source is target and (source.nodes == 1 or (distance > 0 and next_end <= source.gpus_per_node))
 
     def intra_dp_nodes(self, replica: int, stage: int) -> int:
-        """Return the number of nodes of one intra-DP group."""
+        """Return the number of nodes that one intra-DP group of `stage` spans."""
         p, component = self.parallel, self.replicas[replica][stage]
         if self.spans_pools:
             per_pool = ((self.pipelines(c), max(1, c.gpus_per_node // (p.tp * p.pp))) for c in self.components)
@@ -316,7 +318,7 @@ class Layout:
         peer: Component | None = None,
         nodes: float = 1,
     ) -> float:
-        """Return the payload bytes per second of one node (locally: one rank), in messages or a collective.
+        """Return the payload bytes per second of one node, or of one rank if local, for messages or `collective`.
         `peer`: the receiver, if it may be on another pool. `nodes`: as in :meth:`Site.rate_gbps`."""
         return self.pool_memo.of(
             *("rate", transport.kind, component.pool, collective, peer.pool if peer else "", nodes),
@@ -332,14 +334,14 @@ class Layout:
             gbps *= self._nodes_of_domain(component.pool)
         rate = gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
-        if not delay_s or self.costs.calibration is not None:  # measured rates contain the limit of windows
+        if not delay_s or self.costs.calibration is not None:  # measured rates include the TCP windows' limit
             return rate
         return min(rate, window_rate(component, delay_s) * (1 if collective else self.edge_connections))
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None
     ) -> float:
-        """Return the seconds before a message's first byte."""
+        """Return the seconds until the first byte of a message arrives."""
         pool = self.pool(component)
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
         return self.costs.link(transport, pool, collective).latency_s + delay_s

@@ -3,8 +3,8 @@
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4. They cover any element size, rotary positions,
 grouped-query attention, SwiGLU, and fused or unfused modules. Weights and optimizer follow Megatron-Core's buffers.
 Weights and gradients are complete on each rank. The optimizer holds Adam's two moments in fp32 and, for half-precision
-weights, fp32 master weights. The distributed optimizer shards them over an intra-DP group (Rajbhandari et al. 2020,
-arXiv 1910.02054, stage 1).
+weights, fp32 master weights. The distributed optimizer shards this state over an intra-DP group (Rajbhandari et al.
+2020, arXiv 1910.02054, stage 1). Array shapes: (plans, S, C) stands for layer splits, stages, and chunks of a stage.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ USABLE_SHARE = 0.96  # of a GPU's memory; fragmentation takes the remainder
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes on one rank, arrays of shape (plans, S)."""
+    """The bytes on one rank of each stage, by use. All arrays are (plans, S)."""
 
     weights: np.ndarray
     gradients: np.ndarray
@@ -54,14 +54,14 @@ class StageMemory:
 
 
 def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[float, float]:
-    """Return the bytes of one layer and micro-batch on one rank: (held from forward to backward, extra during its
-    backward pass).
+    """Return the activation bytes of one layer and micro-batch on one rank: (held from forward to backward pass,
+    in addition during the layer's backward pass).
 
-    Megatron-Core's own modules on a CPU keep each tensor that autograd saves (benchmarks/planner_memory.py).
-    Transformer Engine's modules are fused. Fused attention keeps one number per row of scores. Elsewhere on a GPU,
-    autograd saves the tensors of unfused norms in fp32, of separate rotary and gate operations, and of a softmax in
-    fp32. Selective recomputation repeats its parts and keeps their inputs; of the FFN and norms, it drops all but the
-    input. Buffers of CP's ring do not count: they exist after the FFN's tensors, which are larger, are freed.
+    On a CPU, Megatron-Core's own modules keep each tensor that autograd saves (benchmarks/planner_memory.py). On a GPU,
+    Transformer Engine's modules are fused, and fused attention keeps one number per row of scores. Unfused operations
+    on a GPU also keep tensors: norms and the softmax in fp32, and those of separate rotary and gate operations.
+    Selective recomputation keeps only the inputs of the parts that it repeats. Buffers of CP's ring do not count,
+    because they exist only after the FFN's larger tensors are freed.
     """
     software, batch, tp = costs.software_on(gpu), shape.batch, shape.tp
     tokens, sequence, element = shape.tokens, batch.sequence_length, costs.weight_bytes(gpu)
@@ -101,7 +101,7 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
         tokens * (3 * m.active_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra))) / tp
     )
     if shape.recompute == "full":
-        return tokens * h * element / shape.norm_split, total + gradients  # the input alone is held
+        return tokens * h * element / shape.norm_split, total + gradients  # only the input is held
     if shape.recompute == "selective":
         norms = 2 * ((norm - 1) * h * element + (8 * h if unfused_norm else 0)) / shape.norm_split
         part_bytes = {"scores": scores / tp, "norms": norms, "ffn": ffn * element / tp}
@@ -111,8 +111,8 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
 
 
 def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
-    """Return the peak memory of a rank of each stage for layer splits of shape (plans, S, C), the maximum over
-    pipeline replicas."""
+    """Return the peak memory of a rank of each stage, for layer splits of shape (plans, S, C).
+    It is the maximum over all kinds of pipeline replicas."""
     if layout.is_per_stage:
         return _memory_per_stage(layout, layers)
     parts = [_replica_memory(layout, replica, layers) for replica in range(len(layout.replicas))]
@@ -121,7 +121,7 @@ def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
     """Return :func:`memory` of a layout with per-stage TP/DP.
-    Each stage counts its replica with the most neighbours."""
+    The replicas of a stage differ in transfer buffers; the replica with the most counts."""
     p, batch = layout.parallel, layout.batch
     base = _base_memory(layout, layers)
     buffers = np.zeros(p.pp)
@@ -172,14 +172,14 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     weights, gradients = count * element, count * gradient
     optimizer = experts.optimizer_share(layout, layers, count) * moments
     gathered = np.zeros_like(count)
-    if costs.software.sharding in ("gradients", "full"):  # FSDP: shards, and two complete layers at a time
+    if costs.software.sharding in ("gradients", "full"):  # FSDP: shards; two complete layers at a time
         two_layers = 2 * layer_parameters(m, p.tp, p.ep) * element
         gradients = gradients / layout.intra_dp_size
         if costs.software.sharding == "full":
             weights, gathered = weights / layout.intra_dp_size, np.minimum(weights, two_layers) + np.zeros_like(count)
 
     recomputed_layers = recomputed(layout, layers) if layout.recompute == "full" else layers
-    # Bytes of one pass of each chunk, (plans, S, C).
+    # Bytes that one pass through each chunk holds, (plans, S, C).
     activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
     transient = np.zeros_like(count) + backward_bytes
     if first_dense := m.experts.first_dense:
@@ -207,13 +207,13 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     # The softmax turns into its gradient in place.
     transient[:, -1] = np.maximum(transient[:, -1], logits * (4 + copy_bytes + loss_bytes) + matrix)
     buffers = gathered + transient + np.array(_transfer_buffers(layout.order)) * transfer
-    # Received gradients are held until all are there, when the passes have ended.
+    # Received gradients are held until all have arrived. By then the passes have ended and freed their activations.
     buffers += cuda_bytes + np.maximum(0.0, count * received - activations)
     return StageMemory(weights, gradients, optimizer, activations, buffers)
 
 
 def _is_received(layout: Layout, replica: int, component: Component) -> bool:
-    """Return whether a stage of `component` receives the gradients of its other replicas before it sums them."""
+    """Return whether gradients are reduced by an all-to-all: a rank receives all parts before it sums them."""
     p, ranks = layout.parallel, layout.intra_dp_size
     nodes = layout.intra_dp_nodes(replica, component.stages[0])
     library = layout.costs.collectives(layout.pool(component).gpu)
@@ -221,16 +221,16 @@ def _is_received(layout: Layout, replica: int, component: Component) -> bool:
 
 
 def moment_bytes(costs: Costs, gpu: Gpu) -> float:
-    """Return the optimizer's bytes per parameter: Adam's two moments, and master weights for half-precision ones."""
+    """Return the optimizer's bytes per parameter: Adam's two moments and, in half precision, the master weight."""
     return 12.0 if costs.weight_bytes(gpu) < 4 else 8.0
 
 
 def max_layers(
     shape: LayerShape, costs: Costs, gpu: Gpu, shards: int, depth: np.ndarray, max_gib: float | None = None
 ) -> np.ndarray:
-    """Return an upper bound of the layers of a stage, (S,).
-    It counts only the layers' weights, gradients, optimizer state (over `shards` ranks) and activations. `depth`:
-    passes in flight per chunk of each stage, (S,)."""
+    """Return an upper bound of the number of layers that fit on each stage, (S,).
+    It counts only weights, gradients, activations, and optimizer state (sharded over `shards` ranks) of layers.
+    `depth`: passes in flight per chunk of each stage, (S,). `max_gib`: see :func:`capacity`."""
     held_bytes, _ = layer_activation_bytes(shape, costs, gpu)
     layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep) * (
         costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
@@ -243,8 +243,8 @@ def max_layers(
 
 @lru_cache(maxsize=1024)
 def held_passes(order: Order, stage: int) -> np.ndarray:
-    """Return the passes of each chunk that `stage` holds at its fullest moments, (moments, C).
-    The stage has then done its depth of forward passes and alternates one backward and one forward pass."""
+    """Return how many passes of each chunk `stage` holds when it holds the most passes, (moments, C).
+    This is in the steady state, in which the stage alternates one backward and one forward pass."""
     if order.chunks == 1:
         return np.array([[order.depths[stage]]])
     depth = order.depths[stage]
@@ -259,8 +259,8 @@ def held_passes(order: Order, stage: int) -> np.ndarray:
 
 @lru_cache(maxsize=1024)
 def _transfer_buffers(order: Order) -> tuple[int, ...]:
-    """Return the number of stage transfers, received and sent, that each stage holds buffers for.
-    A stage that exchanges in the background posts them early."""
+    """Return the number of stage transfers, received and sent, for which each stage holds buffers.
+    A stage that exchanges in the background posts a window of transfers early."""
     if order.stages == 1:
         return (0,)
     if order.schedule.megatron:
@@ -270,15 +270,16 @@ def _transfer_buffers(order: Order) -> tuple[int, ...]:
 
 
 def capacity(gpu: Gpu, max_gib: float | None = None) -> float:
-    """Return the bytes of a GPU that a plan may use: all but fragmentation. `max_gib`: its limit; infinity: none."""
+    """Return the bytes of a GPU's memory that a plan may use. The remainder is lost to fragmentation.
+    `max_gib`: limit on the memory; None: the GPU's memory; infinity: no limit."""
     gib = max_gib or gpu.memory_gib
     return (gib if gpu.is_cpu or gib == inf else min(gib, gpu.memory_gib)) * 2**30 * USABLE_SHARE
 
 
 def fits(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> np.ndarray:
-    """Return whether each layer split fits on every stage, (plans,)."""
+    """Return whether each layer split fits in memory on every stage, (plans,)."""
     if layout.is_per_stage and not (_base_memory(layout, layers).total() <= stage_capacity(layout, max_gib)).all():
-        return np.zeros(len(layers), dtype=bool)  # much quicker than the full memory, and often enough
+        return np.zeros(len(layers), dtype=bool)  # a quick check that often suffices
     return np.asarray((memory(layout, layers).total() <= stage_capacity(layout, max_gib)).all(axis=1))
 
 
@@ -290,7 +291,7 @@ def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
 
 
 class Shortage(NamedTuple):
-    """The stage of a layout with the largest shortage of memory: the bytes that it needs and can use per GPU."""
+    """The stage of a layout that lacks the most memory, with the bytes per GPU that it needs and that it can use."""
 
     stage: int
     needed_bytes: float
@@ -307,7 +308,7 @@ class Shortage(NamedTuple):
 
     @property
     def gpu_gib(self) -> int:
-        """The memory of a GPU that suffices."""
+        """The least memory in GiB of a GPU on which the stage fits."""
         return ceil(self.needed_bytes / 2**30 / USABLE_SHARE)
 
     def __str__(self) -> str:

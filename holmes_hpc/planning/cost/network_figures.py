@@ -1,6 +1,6 @@
 """Latency and efficiency of networks without measurements, and the traffic of NCCL's and gloo's collectives.
 
-A plan names each figure that it uses as an assumption. GPU figures: fabric/gpu_kinds.yaml, kernel_figures.yaml.
+A plan that uses these figures says so in its assumptions. Figures of GPUs: fabric/gpu_kinds.yaml, kernel_figures.yaml.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ class Link(Checked, where="calibration"):
 @dataclass(frozen=True)
 class Collectives:
     """The traffic of a library's collectives: bytes that one of n ranks sends, in units of (n-1)/n of the tensor.
-    `ring_reduce_scatter`: of the library's own reduce-scatter. `gather_fill`: the idle time of an all-gather's ring, in
-    blocks (1/n of the tensor)."""
+    `ring_reduce_scatter`: traffic of the library's own reduce-scatter. `gather_fill`: idle time of the ring in an
+    all-gather, expressed as a number of blocks (1/n of the tensor) that could be sent in that time."""
 
     ring_reduce_scatter: float
     all_gather: float
@@ -50,8 +50,8 @@ class Collectives:
 
 
 # NCCL uses ring algorithms (nccl-tests' PERFORMANCE.md: bus bandwidth of each). In torch 2.13, Gloo's reduce_scatter is
-# an all-reduce of the complete tensor, by byte counters at 2, 3 and 4 ranks. Its all-gather keeps the ring partly idle:
-# it takes 0.6 of a block longer, at 2 ranks on each network of the testbed and at 3 on two.
+# an all-reduce of the complete tensor (byte counters with 2, 3 and 4 ranks). Its all-gather keeps the ring partly idle
+# and takes 0.6 of a block longer (measured with 2 ranks on each network of the testbed, with 3 ranks on two networks).
 NCCL = Collectives(1.0, 1.0, 2.0)
 GLOO = Collectives(2.0, 1.0, 2.0, gather_fill=0.6)
 

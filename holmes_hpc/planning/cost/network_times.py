@@ -1,6 +1,7 @@
 """Network times of a layout that do not depend on its layers, schedule and recomputation.
 
-They are stage transfers, and collectives per parameter and per call. All variants of one placement share them.
+They are the times of stage transfers, and of collectives per parameter and per call. All variants of a layout with the
+same placement of ranks share these times. In array shapes, S is the number of stages.
 """
 
 import math
@@ -21,10 +22,11 @@ from holmes_hpc.planning.schedule.simulation import RowDurations
 class ReplicaTimes:
     """Network times of one pipeline replica.
 
-    `down`, `up`: seconds of a stage transfer from each stage, (S,). `sync`: seconds of (reducing gradients, gathering
-    parameters), each per parameter and per bucket, (2, 2, S). `fsdp`: the same for (gathering, reducing) in every pass
-    under FSDP. `experts`: `sync` of their weights. `shares_nic`: whether gradients and the transfers up use the same
-    NIC, (S,).
+    `down`, `up`: seconds of a stage transfer from each stage to the next and to the previous one, (S,). `sync`: seconds
+    of (reducing gradients, gathering parameters), each as (per parameter, per bucket), (2, 2, S). `fsdp`: seconds of
+    (gathering parameters, reducing gradients) in every pass under FSDP, each as (per parameter, per call). `experts`:
+    as `sync`, for the weights of experts. `shares_nic`: whether the gradients of a stage and its transfers up use the
+    same NIC, (S,).
     """
 
     down: np.ndarray
@@ -37,8 +39,8 @@ class ReplicaTimes:
 
 @dataclass(frozen=True)
 class NetworkTimes:
-    """The network times of all replicas, and the times after all gradients are reduced, as in :class:`Timing`.
-    `optimizer`: seconds per parameter that a rank updates, (S,)."""
+    """The network times of each kind of pipeline replica, and the times of the work after all gradients are reduced.
+    `tied`, `norm`, `overhead`: as in :class:`Timing`. `optimizer`: seconds per parameter that a rank updates, (S,)."""
 
     replicas: tuple[ReplicaTimes, ...]
     tied: float
@@ -88,8 +90,8 @@ def _replica_times(layout: Layout, replica: int) -> ReplicaTimes:
 
 
 def activation_bytes(layout: Layout, transport: Transport, component: Component) -> float:
-    """Return the bytes that one rank sends per stage transfer: T x h elements.
-    With sequence parallel, each of the `tp` ranks sends its part."""
+    """Return the bytes that one rank sends per stage transfer, whose tensor has tokens x hidden elements.
+    With sequence parallelism or scattered transfers, each TP rank sends only its part."""
     gpu = layout.pool(component).gpu
     element = layout.costs.weight_bytes(gpu)
     if transport.kind == "tcp" and layout.edge_dtype != "same":
@@ -117,7 +119,7 @@ def transfer_s(layout: Layout, transport: Transport, source: Component, target: 
 
 def _ranks_at_edge(layout: Layout, component: Component) -> int:
     p = layout.parallel
-    if layout.is_hierarchical:  # of each pipeline with a stage on the node
+    if layout.is_hierarchical:  # of every pipeline that has the stage on this node
         return p.tp * max(1, component.gpus_per_node // (p.tp * p.pp))
     return min(component.gpus_per_node, p.dp * p.tp)
 
@@ -149,9 +151,10 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
 class Ring:
     """A ring for collectives of `ranks` ranks on `nodes` nodes of `component`.
 
-    `sharing` such rings leave one node, each once. `pairs`: further (from, to) components that it connects. Each step
-    of the ring waits for the slowest connection. `senders`: nodes of a pair that send to the other component at once,
-    in as many rings; they share the `total_gbps` of its link.
+    `sharing`: number of such rings that leave a node, each of them once. `pairs`: further (from, to) pairs of
+    components that the ring connects. Each step of the ring waits for its slowest connection. `senders`: number of
+    nodes of a component that send to the other component of a pair at the same time, each in a different ring. These
+    nodes share the `total_gbps` of the link.
     """
 
     layout: Layout
@@ -164,10 +167,10 @@ class Ring:
     senders: float = 1
 
     def seconds(self, op: str, factor: float, size: float) -> np.ndarray:
-        """Return the seconds of a collective per `size` bytes of the complete tensor and per call, (2,).
+        """Return the seconds of a collective: (per `size` bytes of the complete tensor, per call), (2,).
 
-        Each rank sends `factor` * (n-1)/n of the tensor. A ring has as many steps as ranks, each with a latency. `op`:
-        the collective's name in a calibration's links."""
+        Each of n ranks sends `factor` * (n-1)/n of the tensor, in `factor` * (n-1) steps. Each step has a latency.
+        `op`: the collective's name among the links of a calibration."""
         layout, component, ranks = self.layout, self.component, self.ranks
         if ranks == 1:
             return np.zeros(2)
@@ -198,9 +201,9 @@ def _fsdp_times(layout: Layout, component: Component, reduction: Transport, node
 def _sync_times(
     layout: Layout, component: Component, transport: Transport, nodes: int, group: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Return the seconds to (reduce gradients, gather parameters) of a stage of one component, (2, 2).
-    Its groups span `nodes` nodes. The columns are per parameter and per bucket. `group`: (ranks of a group, groups
-    that leave a node); None: of the intra-DP groups."""
+    """Return the seconds to (reduce gradients, gather parameters) of a stage on `component`, (2, 2).
+    The columns are per parameter and per bucket. Each group of ranks spans `nodes` nodes. `group`: (ranks of a group,
+    groups that leave a node); None: those of the intra-DP groups."""
     p, gpu, costs = layout.parallel, layout.pool(component).gpu, layout.costs
     library = costs.collectives(gpu)
     sharing = p.tp * (min(p.pp, component.gpus_per_node // p.tp) if layout.is_hierarchical else 1)
@@ -224,7 +227,7 @@ def _sync_times(
 
 def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Transport, int, tuple[int, int]]:
     """Return (transport, nodes, (ranks, groups that leave a node)) of a group of ranks with the same experts.
-    `nodes`: of an intra-DP group."""
+    `nodes`: the number of nodes that an intra-DP group spans."""
     p = layout.parallel
     ranks = p.stages[0].ranks // p.ep
     nodes = min(ranks, nodes)
@@ -234,7 +237,7 @@ def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Tra
 @memoised()
 def tied_embedding_s(layout: Layout) -> float:
     """Return the seconds of the all-reduce of a tied embedding's gradient between the first and the last stage.
-    Two ranks reduce each part of it, or with per-stage TP/DP, all ranks of both stages the whole."""
+    Pairs of ranks reduce one part each. With per-stage TP/DP, all ranks of both stages reduce the whole gradient."""
     p, rings = layout.parallel, list[Ring]()
     if not layout.model.tied or p.pp == 1:
         return 0.0
@@ -254,7 +257,7 @@ def tied_embedding_s(layout: Layout) -> float:
 
 
 def _norm_s(layout: Layout) -> float:
-    """Return the seconds of all-reducing the gradient norm up and down a tree. A calibration's `step_s` includes it."""
+    """Return the seconds of all-reducing the gradient norm up and down a tree; 0 if a measured `step_s` includes it."""
     if layout.costs.calibration is not None and layout.costs.calibration.step_s:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
@@ -268,8 +271,8 @@ def _norm_s(layout: Layout) -> float:
 def by_stage(
     layout: Layout, replica: int, name: tuple[object, ...], compute: Callable[[Component], float | tuple[float, ...]]
 ) -> np.ndarray:
-    """Return `compute` of each stage's component, (S,) or (S, numbers).
-    The value must depend on the pool alone: it is computed once per pool under `name`."""
+    """Return the value of `compute` for the component of each stage, (S,) or (S, values).
+    It must depend only on the component's pool, because it is cached by `name` and pool."""
     stages, ranges = layout.replicas[replica], layout.stage_ranges[replica]
     values = np.array(
         [layout.pool_memo.of(*name, stages[first].pool, compute=partial(compute, stages[first])) for first, _ in ranges]
@@ -296,8 +299,9 @@ def edge_times(layout: Layout) -> RowDurations:
 
 
 def _edge_times(layout: Layout, upper: int, forward: bool) -> tuple[float, float]:
-    """Return (seconds that a transfer occupies both nodes, seconds of latency) of the edge below the stage `upper`.
-    A node has one transfer at a time. So a link between fabrics carries one per node of the side with fewer nodes."""
+    """Return (seconds that a transfer occupies both nodes, seconds of latency) for the edge below stage `upper`.
+    A node has one transfer at a time. Therefore, if one side of a link between fabrics has fewer nodes, the number of
+    these nodes is the number of transfers that share the link."""
     ends = [(layout.views[s], layout.replicas[0][s]) for s in (upper, upper + 1)]
     transport = ends[0][0].edges[0][upper]
     nodes = min(_nodes_at_edge(view, end) for view, end in ends)

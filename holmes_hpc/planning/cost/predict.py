@@ -32,12 +32,12 @@ from holmes_hpc.records.metrics import PART_NAMES
 
 
 def layer_array(plan: Plan) -> np.ndarray:
-    """Return the layers of each stage and chunk, (1, S, C)."""
+    """Return the number of layers of each stage and chunk, (1, stages, chunks)."""
     return np.array([[s.chunks for s in plan.stages]])
 
 
 def predict(plan: Plan, costs: Costs) -> Predicted:
-    """Predict one plan."""
+    """Predict the step time, memory and traffic of a plan."""
     return predict_layout(Layout.of(plan, costs), layer_array(plan))
 
 
@@ -47,7 +47,7 @@ def step_time_s(plan: Plan, costs: Costs) -> float:
 
 
 def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
-    """Predict one layer split, (1, S, C), of a layout."""
+    """Predict the step time, memory and traffic of a layout with one layer split, (1, stages, chunks)."""
     seconds = float(step_s(layout, layers)[0])
     stages = stage_breakdown(layout, layers, seconds)
     least_s = limit_s([stage["compute_s"] for stage in stages], stage_speeds(layout))
@@ -69,7 +69,7 @@ def predict_layout(layout: Layout, layers: np.ndarray) -> Predicted:
 
 
 def stage_speeds(layout: Layout) -> list[float]:
-    """Return the layers of one micro-batch that all replicas of each stage together compute in a second."""
+    """Return the speed of each stage: passes of one micro-batch through one layer per second, over all replicas."""
     p, stages = layout.parallel, range(layout.parallel.pp)
     if layout.is_per_stage:
         layer_s = [compute_times(layout.views[s])[0].layer[:, s].sum() for s in stages]
@@ -80,16 +80,17 @@ def stage_speeds(layout: Layout) -> list[float]:
 
 
 def limit_s(compute_s: Sequence[float], speeds: Sequence[float]) -> float:
-    """Return the seconds of a step if work moved freely between stages, in parts of a layer, and no rank waited.
+    """Return the seconds of an ideal step: no rank waits, and the work of layers is divided exactly by stage speed.
 
-    `compute_s`: the mean seconds that a stage's ranks compute in a step; `speeds`: of :func:`stage_speeds`.
+    `compute_s`: for each stage, the mean seconds that its ranks compute in a step. `speeds`: see :func:`stage_speeds`.
     """
     return float(np.average(compute_s, weights=speeds))
 
 
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     """Return the model TFLOP/s of one GPU of each kind in a step of `seconds`.
-    A kind's FLOPs are those of its stages' layers, and of the head on the last stage. All its GPUs share them."""
+    The FLOPs of a kind are those of the layers on its stages and, if it has the last stage, of the head. They are
+    divided by the number of its GPUs."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
     layer = partial(layer_flops, tokens=tokens, sequence=batch.sequence_length)
@@ -113,10 +114,11 @@ def stage_breakdown_of(plan: Plan, costs: Costs) -> list[dict[str, float]]:
 
 
 def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[dict[str, float]]:
-    """Return the seconds of a step of `seconds` by part (records.metrics.PARTS), for each stage of the slowest
-    pipeline. The parts of each stage add up to the step.
+    """Return the seconds of each part of a step (records.metrics.PARTS), for each stage of the slowest pipeline.
+    The parts of each stage add up to `seconds`, the length of the step.
 
-    Of a long step, only the first periods are simulated. Compute is scaled to the step; waits take the remainder.
+    If the step is long, only its first micro-batches are simulated. Compute time is then scaled to all micro-batches,
+    and pipeline wait is the remainder.
     """
     times, orders = timing(layout, layers), layout.orders
     end_s = seconds - float(times.after_reduction_s()[0])
@@ -139,7 +141,7 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
         rows[event["stage"]].append(event)
     simulated_end_s = max(e["end_s"] for e in simulated if e["kind"] != "send")
     all_parts = {row: _row_parts(row_events, simulated_end_s, end_s, scale) for row, row_events in rows.items()}
-    longest: dict[int, dict[str, float]] = {}  # by stage: its replica that computes longest
+    longest: dict[int, dict[str, float]] = {}  # by stage: parts of the replica that computes longest
     for row, parts in sorted(all_parts.items()):
         stage = layout.order.stage_of(row) if layout.is_per_stage else row - first
         if stage not in longest or parts["compute_s"] > longest[stage]["compute_s"]:
@@ -148,8 +150,9 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
 
 
 def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, scale: float) -> dict[str, float]:
-    """Return one stage's parts of a step, up to the reduced gradients, from its events in a shorter simulation, which
-    ends at `simulated_end_s`. `scale`: passes of a step over simulated ones; `end_s`: the end of the complete step."""
+    """Return the parts of a step on one stage, until all gradients are reduced, which is at `end_s`.
+    `row`: events of the stage in a simulation that may be shorter and ends at `simulated_end_s`. `scale`: number of
+    micro-batches in the step over those in the simulation."""
 
     def total(*kinds: str) -> float:
         return float(sum(e["end_s"] - e["start_s"] for e in row if e["kind"] in kinds))
@@ -180,9 +183,9 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
 def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
     """Return the simulated step as events, sorted by stage and start.
 
-    An event is {stage, name, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, weight, send (a
-    stage transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` is the number of a
-    replica, counted stage by stage.
+    An event is {stage, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, weight, send (a stage
+    transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` is the number of a replica,
+    counted stage by stage.
     """
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     if layout.is_per_stage:

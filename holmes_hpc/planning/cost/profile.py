@@ -1,11 +1,13 @@
 """A third party's layer profile as a calibration: rows of a CSV file, or Sailor's profile.json.
 
 CSV: one row per part and shape. The columns are part (layer, embedding, head), tp, micro_size, forward_s and
-backward_s. Optional: sequence (default the batch's), gpu (the kind as the site names it; default any), hidden (refused
-for another model) and update_s (the part's optimizer time). Sailor (github.com/eth-easl/sailor, docs/PROFILING.md):
-{micro-batch size: {TP: {index: [forward, backward, update]}}} in seconds. Index 0 is the embedding, the last one the
-head. It names neither GPU nor model. The times of small shapes are noisy, so a time is limited to that of a larger
-micro-batch.
+backward_s. Optional columns are sequence (default: the batch's sequence length), gpu (the GPU kind as the site names
+it; default: any), hidden (must be that of the model) and update_s (the part's optimizer time).
+
+Sailor (github.com/eth-easl/sailor, docs/PROFILING.md): {micro-batch size: {TP: {index: [forward, backward, update]}}}
+in seconds. Index 0 is the embedding, the last index the head. The profile names neither GPU nor model.
+
+The times of small shapes are noisy. Therefore no time may exceed that of a larger micro-batch.
 """
 
 import csv
@@ -26,7 +28,7 @@ _MODEL_HINT = "give this model's profile, or `holmes calibrate`"
 
 @dataclass(frozen=True)
 class Row(Checked, where="profile"):
-    """The times of one part in one shape. `sequence` 0: the batch's; `hidden` 0: unknown."""
+    """The times of one part in one shape. `sequence` 0: the batch's sequence length. `hidden` 0: unknown."""
 
     part: Annotated[str, key("part of a model", one_of=("layer", "embedding", "head"))]
     tp: Annotated[int, key("tensor-parallel size", ge=1)]
@@ -121,7 +123,8 @@ def _measured_pool(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) ->
 
 
 def _measured_part(row: Row, rows: list[Row], model: ModelSpec, batch: Batch) -> MeasuredPart:
-    """Return the part of `row` with no time longer than that of a larger micro-batch of its part, TP and sequence."""
+    """Return the measured part of `row`, with times limited to those of larger micro-batches.
+    They are compared with rows of the same part, TP and sequence length."""
     alike = [r for r in rows if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence)]
     larger = [r for r in alike if r.micro_size >= row.micro_size]
     sequence = row.sequence or batch.sequence_length

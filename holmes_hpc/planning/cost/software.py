@@ -15,15 +15,16 @@ RECOMPUTABLE = ("scores", "norms", "ffn")  # parts of a layer for selective reco
 
 @dataclass(frozen=True)
 class Software(Checked, where="software"):
-    """The behaviour of a training program; the defaults are current programs.
+    """The behaviour of a training program. The defaults describe current programs.
 
-    `attention`: flash (FlashAttention-2 or later, scores stay on the chip), flash1 (its first version), sdpa (torch's
-    fused attention), softmax (two batched products around Megatron-LM's fused softmax), unfused (separate operations).
-    `sharding`: none and optimizer are a plan's own choices, gradients and full are FSDP's SHARD_GRAD_OP and FULL_SHARD.
-    `scatter_transfers`: each TP rank sends its part of a replicated tensor, and the receivers gather it (Megatron-LM's
-    scatter/gather optimisation of 2021). `recompute_parts`, `recompute_layers`: of selective and of full recomputation
-    (Megatron-Core's recompute_modules and, by blocks, recompute_num_layers: as many layers of each chunk).
-    `backward_reductions`: 2 if products with the same input are fused, more if gate or query are separate.
+    `attention`: flash (FlashAttention-2 or later, scores stay on the chip), flash1 (FlashAttention's first version),
+    sdpa (torch's fused attention), softmax (two batched matrix products around Megatron-LM's fused softmax), unfused
+    (separate operations). `sharding`: none or optimizer, between which a plan chooses, or FSDP's gradients
+    (SHARD_GRAD_OP) or full (FULL_SHARD). `scatter_transfers`: each TP rank sends its part of a replicated tensor, and
+    the receivers gather the parts (Megatron-LM's scatter/gather optimisation of 2021). `recompute_parts`: parts of a
+    layer that selective recomputation repeats (Megatron-Core's recompute_modules). `recompute_layers`: number of layers
+    per chunk that full recomputation repeats (recompute_num_layers of Megatron-Core's block method).
+    `backward_reductions`: 2 if matrix products with the same input are fused, more if gate or query are separate.
     """
 
     attention: Annotated[str, key("implementation of attention", one_of=ATTENTION)] = "flash"
@@ -60,7 +61,7 @@ class Software(Checked, where="software"):
 
     @staticmethod
     def facts_of(train: TrainConfig, transport: str) -> dict[str, Any]:
-        """Return the fields that `train` and the plan's `transport` decide, if holmes_hpc trains."""
+        """Return the fields that follow from `train` and the plan's `transport` if holmes_hpc is the program."""
         return {
             "overlap": train.overlap_grad_reduce,
             "overlap_gather": train.overlap_param_gather,
@@ -74,9 +75,9 @@ class Software(Checked, where="software"):
         return self.attention in FUSED_ATTENTION
 
     def attention_of(self, heads: int, sequence: int, micro_size: int) -> str:
-        """Return `attention` for `heads` heads of a rank; unfused where Megatron-LM's fused softmax falls back to
-        separate operations. It needs a multiple of 4 for heads x micro-batch size, and at most 4,096 tokens (its
-        fused_softmax.py)."""
+        """Return the implementation of attention that runs with `heads` heads on a rank.
+        Megatron-LM's fused softmax falls back to separate operations (unfused) unless heads x micro-batch size is a
+        multiple of 4 and a sequence has at most 4,096 tokens (fused_softmax.py)."""
         falls_back = heads * micro_size % 4 or sequence > 4096
         return "unfused" if self.attention == "softmax" and falls_back else self.attention
 

@@ -17,10 +17,10 @@ from holmes_hpc.planning.schedule.simulation import step_seconds
 @dataclass(frozen=True)
 class StageTransferCost:
     """The cost of transfers over the slowest edge.
-    `stages`: above and below the edge. `transport`: the edge's. `one_way_s`: one transfer, the mean of down and up.
-    `ratio`: `one_way_s` over the longest compute time of a stage per micro-batch. `wire_s`: all transfers of a step
-    over this edge, both directions. `exposed_s`: time that all transfers add to the step. `waiting_s`: `exposed_s`
-    under Megatron-Core's own schedule."""
+    `stages`: the stages above and below the edge. `one_way_s`: seconds of one transfer, the mean of both directions.
+    `ratio`: `one_way_s` over the longest compute time of a stage per micro-batch. `wire_s`: seconds of all transfers of
+    a step over this edge, both directions added. `exposed_s`: seconds by which transfers over all edges lengthen the
+    step. `waiting_s`: `exposed_s` under Megatron-Core's own schedule."""
 
     stages: tuple[int, int]
     transport: str
@@ -41,8 +41,8 @@ class StageTransferCost:
 
 
 def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
-    """Return the cost of `plan`'s stage transfers, None if they take no time.
-    None too with per-stage TP/DP, which Megatron-Core's own schedule does not support."""
+    """Return the cost of stage transfers in `plan`. None if they take no time.
+    Also None with per-stage TP/DP, which Megatron-Core's own schedule does not support."""
     p, layers = plan.parallel, layer_array(plan)
     if p.pp == 1 or plan.is_per_stage:
         return None

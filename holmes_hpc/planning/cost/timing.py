@@ -1,4 +1,7 @@
-"""Seconds of each pass, stage transfer and collective of a layout with given layers."""
+"""Seconds of each pass, stage transfer and collective of a layout with given layers.
+
+Array shapes: (plans, S, C) stands for layer splits, stages, and model chunks of a stage.
+"""
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -24,8 +27,8 @@ WEIGHT_SHARE = 8.5 / 19.8
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
-    """Return the parameters on one rank of each stage and chunk, (plans, S, C), for `layers` of that shape.
-    A tied head on another stage than the embedding has a copy of its matrix."""
+    """Return the number of parameters on one rank of each stage and chunk, shaped like `layers`.
+    If a tied head is not on the embedding's stage, it has a copy of the embedding's matrix."""
     if layout.is_per_stage:
         return np.stack([parameters(view, layers)[:, s] for s, view in enumerate(layout.views)], axis=1)
     model, tp = layout.model, layout.parallel.tp
@@ -62,10 +65,10 @@ class ComputeTimes:
 @dataclass(frozen=True)
 class Timing:
     """Seconds for each of several layer splits of one layout.
-    `replicas`: per kind of pipeline. `one_nic`: see :func:`_shared_nics`. `tied`, `norm`, `optimizer` (plans,),
-    `gather`, `overhead`: of the work after all gradients are reduced. `gather` (plans, S) holds the parameter gather
-    of all stages at once, if it does not precede their first passes. `edges`: only for a layout with per-stage
-    TP/DP."""
+    `replicas`: for each kind of pipeline replica. `one_nic`: see :func:`_shared_nics`. The work after all gradients are
+    reduced: `tied`: all-reduce of a tied embedding's gradient; `norm`: all-reduce of the gradient norm; `optimizer`:
+    update of parameters, (plans,); `gather`: parameter gather of each stage, (plans, S), 0 if it is part of the passes;
+    `overhead`: fixed seconds of a step. `edges`: only for a layout with per-stage TP/DP."""
 
     replicas: tuple[Durations, ...]
     one_nic: tuple[tuple[bool, ...], ...]
@@ -81,7 +84,7 @@ class Timing:
 
 
 def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None) -> Timing:
-    """Return all times for layer splits of shape (plans, S, C), optionally with a bucket size for each."""
+    """Return all times for layer splits of shape (plans, S, C). `bucket_bytes`: of each split; None: the layout's."""
     if layout.is_per_stage:
         return _timing_per_stage(layout, layers)
     networks = network_times(layout)
@@ -104,7 +107,7 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
 
 
 def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
-    """Return :func:`timing` of a layout with per-stage TP/DP: each stage's column comes from its own view."""
+    """Return :func:`timing` of a layout with per-stage TP/DP. The times of each stage come from its own view."""
     p, network = layout.parallel, network_times(layout.views[0])
     rows, stages = layers[:, :, 0] - 1, np.arange(p.pp)
     parts = {name: table[rows, stages] for name, table in _stage_tables(layout).items()}
@@ -124,8 +127,8 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
 
 @memoised("recompute", "bucket_bytes")
 def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
-    """Return tables of the durations, `gather` and `parameters`, (layers, S) each: of each stage in its own layout
-    (:attr:`Layout.views`), if it has as many layers as the row of :attr:`Layout.all_layers`."""
+    """Return tables of all durations, of `gather` and of `parameters`, (layers, S) each.
+    Row n - 1 has the values of each stage in its own view (:attr:`Layout.views`) if the stage has n layers."""
 
     def of_view(view: Layout) -> dict[str, np.ndarray]:
         times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)
@@ -170,8 +173,8 @@ def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = ACCURATE) -> np.ndarray:
     """Return the seconds of a step for layer splits of shape (plans, S, C).
-    A step lasts as long as its slowest pipeline plus the work after it. `passes`: how many to simulate before
-    extrapolation."""
+    A step lasts as long as its slowest pipeline plus the work after it. `passes`: number of passes to simulate before
+    the extrapolation."""
     times = timing(layout, layers)
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()
@@ -185,7 +188,7 @@ def least_s(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return (a lower bound of :func:`step_s`, the bound plus all exposed data-parallel traffic).
     The bound is much quicker to compute."""
-    if layout.order.schedule.splits:  # with as many weight passes as possible beside the last reduction
+    if layout.order.schedule.splits:  # bound: all weight passes overlap with the last reduction
         s, most = layout.schedule, (layout.order.micro_batches,) * layout.parallel.pp
         layout = layout.with_settings(schedule_of(s.kind, s.in_flight, most, most))
     times = timing(layout, layers, bucket_bytes)
@@ -253,7 +256,7 @@ def _replica(
     bucket_bytes: np.ndarray,
 ) -> tuple[Durations, np.ndarray]:
     """Return (durations of a replica's passes and transfers, seconds of gathering parameters after the update).
-    `count`: parameters, shaped like `layers`."""
+    `count`: parameters of each stage and chunk, shaped like `layers`."""
     plans, software, sparse = len(layers), layout.costs.software, experts.weights(layout, layers)
     forward, backward = _pass_times(layout, network, compute, layers, count)
     weight, overlap_s = np.zeros_like(backward), backward  # overlap_s: computing that overlaps with reductions
@@ -270,7 +273,7 @@ def _replica(
             dense + costs[0, :, None] * sparse + costs[1, :, None] * calls
             for dense, costs in zip((reduce, gather), network.experts, strict=True)
         )
-    if software.sharding in ("gradients", "full"):  # FSDP: traffic is in the passes, but the last reduction follows
+    if software.sharding in ("gradients", "full"):  # FSDP: passes include all traffic but the last layer's reduction
         gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
     ready, tail = gather, reduce
     if _syncs_after_backward(layout):
@@ -286,7 +289,7 @@ def _replica(
         ready, gather_after = np.zeros_like(gather), gather.sum(axis=2)
     down, up = np.tile(network.down, (plans, 1)), np.tile(network.up, (plans, 1))
     ready[:, :, 0] += _nic_contention(layout, network, ready[:, :, 0], forward[:, :, 0])
-    shared_up = np.minimum(2 * up, up + reduce[:, :, 0])  # both share one NIC
+    shared_up = np.minimum(2 * up, up + reduce[:, :, 0])  # transfers and gradients share one NIC
     return Durations(
         forward,
         backward,
@@ -302,8 +305,8 @@ def _replica(
 
 def _syncs_after_backward(layout: Layout) -> bool:
     """Return whether all data-parallel traffic follows the last backward pass.
-    Megatron-Core's overlap of several optimizer instances needs CUDA streams (training.model.optimizer.wrap). The
-    other case is :attr:`Parallel.can_overlap`."""
+    This is so without :attr:`Parallel.can_overlap`, and with several optimizer instances on CPUs: Megatron-Core's
+    overlap for several instances needs CUDA streams (training.model.optimizer.wrap)."""
     has_instances = layout.parallel.optimizer_instances > 1
     return not layout.parallel.can_overlap or (
         has_instances and any(layout.pool(c).gpu.is_cpu for c in layout.components)
@@ -320,9 +323,9 @@ def _exposed_sync(
     buckets: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the exposed seconds of (gathering parameters at a chunk's first pass, reducing gradients at its last).
-    A bucket's traffic overlaps with the computing of other buckets, and a gather prefetches one bucket. A paced
-    layer computes in no time and then sleeps until its pace is met. Its wait for parameters is part of the pace, and
-    its gradients come at its end."""
+    The traffic of a bucket overlaps with the computing of other buckets, and one bucket is gathered ahead. An emulated
+    layer computes in no time and then sleeps until its emulated time has passed. Therefore a wait for parameters is
+    part of the emulated time, and gradients are ready only at its end."""
     layer = np.zeros_like(forward)
     if layout.costs.pace_layer_ms is not None:
         buckets, layer = np.minimum(buckets, np.maximum(1, layers)), forward / np.maximum(1, layers)
@@ -335,9 +338,9 @@ def _exposed_sync(
 
 def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray, layer: np.ndarray) -> np.ndarray:
     """Return the exposed seconds before each chunk's first pass if all stages gather from the start of the step.
-    The chunks of a stage gather in turn. First passes follow one another from stage to stage, then to the next chunk,
-    so a delay of one of them gives those after it more time. `layer`: seconds by which a pass can start before its
-    first bucket. All arrays are (plans, S, C)."""
+    A stage gathers its chunks one after the other. The first passes run from stage to stage, then through the next
+    chunk. If one of them is delayed, the later gathers have more time. `layer`: seconds by which a pass can start
+    before its first bucket has arrived. All arrays are (plans, S, C)."""
     needed = np.cumsum(gather, axis=2) - np.minimum(gather, forward) * (1 - 1 / buckets) - layer
     in_turn, shape = (0, 2, 1), gather.transpose(0, 2, 1).shape
     passes, needed = (a.transpose(in_turn).reshape(len(a), -1) for a in (forward, needed))
@@ -347,9 +350,9 @@ def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray
 
 def _nic_contention(layout: Layout, network: ReplicaTimes, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:
     """Return the extra seconds of gathering parameters while micro-batches arrive through the same NIC.
-    `ready`: seconds of the gather alone. All arrays are (plans, S). A stage gathers after its first micro-batch
-    arrived. Meanwhile the stage above continues to send until the window of receives is full. Two flows share a NIC
-    evenly."""
+    `ready`: exposed seconds of the gather without contention. All arrays are (plans, S). A stage gathers after its
+    first micro-batch has arrived. Meanwhile the stage above continues to send until the window of receives is full.
+    The gather and the transfers share the NIC evenly."""
     extra, order = np.zeros_like(ready), layout.order
     if order.stages == 1 or order.schedule.megatron:  # Megatron-Core receives only after its computing
         return extra

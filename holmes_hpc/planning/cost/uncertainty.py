@@ -1,7 +1,7 @@
-"""The 90% interval of a predicted step time, and why it is wide.
+"""The 90% interval of a predicted step time, and the reasons to widen it.
 
-benchmarks/published_spread.py writes its table (uncertainty.yaml) from published runs. Each run was predicted with
-constants fitted to the other sets of runs, or to the runs on other generations of GPUs.
+The interval comes from a table (uncertainty.yaml) that benchmarks/published_spread.py writes from published runs. Each
+run was predicted with constants fitted to the other sets of runs, or to the runs on other generations of GPUs.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,9 +15,9 @@ from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
 
-# Factors of the interval's ends. Products reach 0.42 to 0.86 of the peak on known kinds.
+# Factors by which the ends of the interval widen. On known kinds, matrix products reach 0.42 to 0.86 of the peak.
 ASSUMED_KIND, UNLISTED_KIND, OTHER_SCALE, OTHER_SOFTWARE = 1.15, 1.35, 1.1, 1.1
-LARGER = 2  # OTHER_SCALE applies above this multiple of the largest run's GPUs
+LARGER = 2  # OTHER_SCALE applies above this multiple of the number of GPUs in the largest run
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Spread(Checked, where="uncertainty"):
 
 @dataclass(frozen=True)
 class Uncertainty(Checked, where="uncertainty"):
-    """The errors of runs that the constants were not fitted to.
-    `sets`, `generations`: errors if a run's set, or its generation of GPUs, was left out of the fit. `attention`: the
-    attention kernels of the runs of each generation."""
+    """The prediction errors of published runs that were left out of the fit of the constants.
+    `sets`, `generations`: errors if a run's set, or its generation of GPUs, was left out. `attention`: by generation,
+    the attention kernels of the runs."""
 
     sets: Spread
     generations: Spread
@@ -77,7 +77,7 @@ def interval_s(layout: Layout, seconds: float) -> tuple[float, float] | None:
 
 
 def interval_notes(layout: Layout) -> list[str]:
-    """Return a line that names what widens the interval, if anything does."""
+    """Return a list with the line that names the reasons for a wider interval, or an empty list without reasons."""
     causes = dict.fromkeys(cause for _, cause in _reasons(layout)) if _is_covered(layout) else {}
     return [f"the 90% interval is wider: {'; '.join(causes)}"] if causes else []
 

@@ -1,10 +1,11 @@
 """The dependencies of a pipeline schedule, as arcs between numbered nodes.
 
-With S stages and C chunks, a stage makes T = micro-batches * C turns per direction (Megatron-LM's virtual
-micro-batches). The pass of stage s in direction d (0 forward, 1 backward) at turn t is node (2s + d)*T + t. The stage
-transfer of its result is node 2*S*T + (2s + d)*T + t. The collectives follow, from node 4*S*T on: ``ready`` of every
-stage and chunk, then ``tail``, then ``reduce`` (see `Durations`). If backward passes are split, the weight pass of
-every stage and turn comes last. Nodes are numbers, because a search builds hundreds of graphs of ten thousand nodes.
+With S stages and C chunks, a stage makes T = micro-batches * C passes in each direction. Its t-th pass in a direction
+is its turn t there (a virtual micro-batch of Megatron-LM). The pass of stage s in direction d (0 forward, 1 backward)
+at turn t is node (2s + d)*T + t. The stage transfer of its result is node 2*S*T + (2s + d)*T + t. The collectives
+follow, from node 4*S*T on: ``ready`` of every stage and chunk, then ``tail``, then ``reduce`` (:class:`Durations`). If
+backward passes are split, the weight passes of every stage and turn come last. Nodes are numbers, because a search
+builds hundreds of graphs of ten thousand nodes.
 """
 
 from dataclasses import dataclass
@@ -59,9 +60,9 @@ class Graph:
 class NodeNumbers:
     """The node numbers and columns of an order's graph.
 
-    `transfers`, `collectives`, `weights`: the number of the first stage transfer, collective and weight pass.
-    `micro_batch`: of each turn, (T,). `turn_of`: {(micro-batch, chunk) of a forward pass: its turn}. `chunk_of`: by
-    direction, the chunk of each turn, (T,): backward passes go through the chunks in reverse.
+    `transfers`, `collectives`, `weights`: the node number of the first stage transfer, collective and weight pass.
+    `micro_batch`: the micro-batch of each turn, (T,). `turn_of`: {(micro-batch, chunk) of a forward pass: its turn}.
+    `chunk_of`: by direction, the chunk of each turn, (T,). Backward passes go through the chunks in reverse order.
     """
 
     def __init__(self, order: Order) -> None:
@@ -92,8 +93,8 @@ class NodeNumbers:
         return self.transfers + self.node(transfer.source, transfer.source_pass)
 
     def columns(self, exists: np.ndarray) -> np.ndarray:
-        """Return the column of each node in `Durations.table`.
-        `exists`: whether the schedule has each transfer; the others get the last column, of zeros."""
+        """Return the column of each node in :meth:`Durations.table`.
+        `exists`: for each transfer, whether the schedule has it. Otherwise it gets the last column, which is zero."""
         per_stage, per_chunk = self.stages, self.stages * self.chunks
         widths = [per_stage if part in ("down", "up", "last_up") else per_chunk for part in PARTS]
         *starts, zeros = accumulate(widths, initial=0)
@@ -145,8 +146,8 @@ def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -
     """Return the arcs of parameter gathers and gradient reductions.
 
     A gather ends before its chunk's first forward pass. A reduction follows its chunk's last backward pass, and the
-    reductions of the stage's later chunks. `before_first`: the other dependencies of those first forward passes, which
-    are dependencies of the gathers, too.
+    reductions of the stage's later chunks. `before_first`: {first forward pass of a chunk: its other dependencies}.
+    The chunk's gather has the same dependencies.
     """
     n, last_micro_batch = numbers, numbers.order.micro_batches - 1
     arcs: list[tuple[int, int]] = []
@@ -170,7 +171,7 @@ def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs
     """Return (the arcs of Megatron-Core's schedules, whether each transfer exists).
 
     A stage continues when the exchanges that it waits for are complete. A transfer starts when both stages have reached
-    it and the previous one in its direction is complete.
+    it, and the sender's previous transfer in the same direction is complete.
     """
     n, arcs = numbers, list[tuple[int, int]]()
     exists = np.zeros(n.transfers, dtype=bool)
@@ -200,15 +201,15 @@ def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs
 def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
     """Return (the arcs of a schedule that exchanges in the background, whether each transfer exists).
 
-    A stage waits only for the input of a pass, and for the send one window earlier. A transfer starts when its tensor
-    is computed, its receive is posted, and the previous transfer of the edge is complete.
+    A stage waits for the input of each pass and, after a send, for the send one window earlier (:meth:`Order.window`).
+    A transfer starts when its tensor is computed, its receive is posted, and the edge's previous transfer is complete.
     """
     n, order, stages = numbers, numbers.order, range(numbers.stages)
     turns, both_turns = np.arange(n.turns), np.arange(2 * n.turns)
     exists = np.zeros((n.stages, 2, n.turns), dtype=bool)
     arcs: Arcs = []
-    # Per stage: the node before each of its passes in order, the position of each pass there, and the send that must
-    # be complete before the pass at each position (-1: none).
+    # Per stage: the node before each pass, in the order of passes; the position of each pass in this order; and the
+    # send that must be complete before the pass at each position (-1: none).
     previous_nodes, positions_of, required_sends = [], [], []
     windows = [order.window_below(s) if n.stages > 1 else 1 for s in stages]
 
@@ -248,7 +249,7 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
                 continue
             arcs.append(((2 * stage + direction) * n.turns + consuming_turns, transfers))
             window = windows[(stage - 1) % n.stages if direction == 0 else stage]
-            # When a pass takes its input, the stage posts the receive one window later.
+            # When a pass takes its input, the stage posts the receive of the transfer one window later.
             positions = positions_of[stage][direction * n.turns + consuming_turns[:-window]]
             later_transfers = transfers[window:]
             has_predecessor = positions > 0
@@ -333,15 +334,15 @@ def _sort_into_levels(count: int, arcs: Arcs, column: np.ndarray) -> Graph | Non
 
 def graph(order: Order, shared: tuple[bool, ...] = ()) -> Graph:
     """Return the graph of a schedule. PlanError if it would deadlock.
-    `shared`: per stage, whether its sends in both directions leave through one NIC, one after the other."""
+    `shared`: for each stage, whether one NIC carries its sends in both directions, one after the other."""
     is_small = order.stages * order.micro_batches * order.chunks < SMALL_PASSES
     return (_small_graph if is_small else _large_graph)(order, shared)
 
 
 def _build(order: Order, shared: tuple[bool, ...]) -> Graph:
-    """Build :func:`graph`."""
+    """Build the graph that :func:`graph` returns."""
     numbers, separate_nics = NodeNumbers(order), (False,) * order.stages
-    for shared_nics in (shared or separate_nics, separate_nics):  # the order of sends on a shared NIC may be a cycle
+    for shared_nics in (shared or separate_nics, separate_nics):  # a shared NIC may cause a cycle
         arcs, exists = (_blocking_arcs if order.schedule.megatron else _background_arcs)(numbers, shared_nics)
         is_first = np.zeros(numbers.count, dtype=bool)
         is_first[[numbers.node(s, Pass(True, 0, c)) for s in range(order.stages) for c in range(order.chunks)]] = True

@@ -1,8 +1,8 @@
-"""The pipeline schedules (`SCHEDULES`), and the parts of their steps.
+"""The pipeline schedules (`SCHEDULES`), and the passes and transfers of their steps.
 
-Megatron-Core's two wait for their sends and receives (megatron_programs.py).
-Eager 1F1B (`ahead`), this project's own, posts receives early and lets sends complete in the background.
-SCHEDULE_NAMES in config/plan_options.py must be extended with each new schedule.
+Megatron-Core's two schedules wait for their sends and receives (megatron_programs.py). This project's own schedules,
+eager 1F1B (`ahead`) and zero bubble, post receives early and let sends complete in the background. Add each new
+schedule to SCHEDULE_NAMES in config/plan_options.py, too.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Exchange:
-    """Stage transfers that a stage posts together. Then it waits for `waits`; None: for all that it has posted here."""
+    """Stage transfers that a stage posts together. It then waits for the transfers `waits`; None: for all of these."""
 
     sends: tuple[StageTransfer, ...] = ()
     receives: tuple[StageTransfer, ...] = ()
@@ -73,17 +73,19 @@ class ScheduleKind:
     """A pipeline schedule: all properties that the planner, the simulation and training depend on.
 
     `label`: its name in text. `chunks`: the smallest and largest (None: any) number of virtual stages.
-    `in_flight`: (stages, micro-batches, chunks) -> the most passes whose activations each stage holds, for the memory
-    estimate. `deepens`: a plan may let its stages hold more passes than that.
+    `in_flight`: function of (stages, micro-batches, chunks) that returns the largest number of passes whose activations
+    each stage holds, for the memory estimate. `deepens`: whether a plan may let its stages hold more passes.
 
-    `megatron`: a function of Megatron-Core runs the schedule and waits for its exchanges (megatron_programs.py); else
-    this project's executor runs it and exchanges in the background. `turns`: (T passes per direction,
-    passes that the stage holds) -> the order of the passes, as :func:`alternating` returns it. Both directions are
-    numbered in the order of :meth:`Order.turns`. With virtual stages it must be `alternating`.
+    `megatron`: whether a function of Megatron-Core runs the schedule and waits for its exchanges
+    (megatron_programs.py). Otherwise, this project's executor runs it and exchanges in the background. `turns`:
+    function of (passes per direction, passes that the stage holds) that returns the order of passes in the format of
+    :func:`alternating`. Each direction is numbered in the order of :meth:`Order.turns`. A schedule that supports
+    virtual stages must use `alternating`.
 
-    `waits`: in the steady state, a stage has two exchanges per micro-batch, one with each neighbour, and does not
-    compute during them; the lower bound of a step relies on this. `per_stage`: the schedule supports per-stage TP/DP.
-    `splits`: backward passes compute only the gradients of their inputs; weight passes follow (:class:`WeightPass`).
+    `waits`: whether a stage, in the steady state, has two exchanges per micro-batch, one with each neighbour, and does
+    not compute during them. The lower bound of a step relies on this. `per_stage`: whether the schedule supports
+    per-stage TP/DP. `splits`: whether backward passes compute only the gradients of their inputs. Weight passes
+    (:class:`WeightPass`) then follow.
     """
 
     name: str
@@ -117,7 +119,7 @@ class ScheduleKind:
 
 
 def in_flight(stages: int, micro_batches: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return, per stage, the most passes that it holds under Megatron-Core's schedules: its warm-up and one more."""
+    """Return the most passes that each stage holds under Megatron-Core's schedules: those of its warm-up plus one."""
     if chunks == 1:
         return tuple(min(micro_batches, stages - s) for s in range(stages))
     return tuple(min(micro_batches * chunks, 2 * (stages - s - 1) + (chunks - 1) * stages + 1) for s in range(stages))
@@ -133,7 +135,7 @@ SCHEDULES: dict[str, ScheduleKind] = {
     )
 }
 
-PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # with per-stage TP/DP
+PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # used with per-stage TP/DP
 
 
 def schedule_kind(name: str) -> ScheduleKind:
@@ -151,8 +153,8 @@ def megatron_kind(chunks: int) -> ScheduleKind:
 def candidate_schedules(requested: str, chunks: int, background: bool) -> tuple[str, ...]:
     """Return the names of the schedules to try with `chunks` virtual stages, the preferred one first.
 
-    `requested`: a name; if that schedule needs more virtual stages, Megatron-Core's schedule replaces it. Or ``auto``:
-    eager 1F1B, if stages may exchange in the `background`, then Megatron-Core's schedule.
+    `requested`: the name of a schedule, which Megatron-Core's schedule replaces if it needs more virtual stages; or
+    ``auto``: eager 1F1B if stages may exchange in the `background`, followed by Megatron-Core's schedule.
     """
     megatron_name = megatron_kind(chunks).name
     if requested != "auto":

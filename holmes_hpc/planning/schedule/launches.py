@@ -12,14 +12,15 @@ is then one event of two ranks. A step completes if and only if all passes and t
 contains every rank's launches in their order. Every wait of a real device, allocator or NCCL is also a wait of the
 model, so a step that completes in the model cannot deadlock on a GPU.
 
-Collectives change nothing. The ranks of a stage launch the same ones in one order, so they count as one. Collectives
-between stages follow all passes of a step. Only with per-stage TP/DP do replicas of a stage compute different
-micro-batches. If they take turns, they synchronize twice (:class:`_Step`): they gather parameters in their first
-passes, and reduce gradients after their last ones. Only the first step gathers so late. Other gathers are launched at
-the end of the step before (training/model/optimizer.py), where they wait for no pass.
+Collectives add no deadlock. All ranks of a stage launch the same collectives in the same order, so a stage counts as
+one rank. Collectives between stages follow all passes of a step. With per-stage TP/DP, however, replicas of a stage
+compute different micro-batches. If these replicas take turns, they synchronize twice per step (:class:`_Step`): they
+gather parameters in their first passes, and reduce gradients after their last passes. Only the first step of a run
+gathers parameters in its passes. Later gathers are launched at the end of the previous step
+(training/model/optimizer.py), where they wait for no pass.
 
-Such a deadlock has not been observed on a GPU. Gloo transfers block no device, so gloo receives are posted as early as
-possible (:func:`gloo_launches`), which would break the rule.
+Such a deadlock has not been observed on a GPU. Gloo transfers block no device, so the rule does not apply to them:
+gloo receives are posted as early as possible (:func:`gloo_launches`).
 """
 
 from collections import deque
@@ -51,24 +52,24 @@ Launches = list[list[Launch]]  # per row of an Order
 
 
 def passes(order: Order, stage: int, forward_only: bool = False) -> list[Pass]:
-    """Return the passes of `stage` in a step. Validation runs only the forward passes, without a depth limit."""
+    """Return the passes of `stage` in a step. `forward_only`: only the forward passes, as in validation."""
     return [p for p in order.passes(stage) if p.forward or not forward_only]
 
 
 @lru_cache(maxsize=8)
 def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> tuple[Launch | WeightPass, ...]:
-    """Return the launches of `stage` under a schedule that exchanges in the background. `on_device`: with NCCL."""
+    """Return the launches of `stage` if it exchanges in the background. `on_device`: over NCCL, not gloo."""
     row = (nccl_launches if on_device else gloo_launches)(order, forward_only)[stage]
     return tuple(order.with_weight_passes(stage, row) if order.schedule.splits and not forward_only else row)
 
 
 def nccl_launches(order: Order, forward_only: bool = False) -> Launches:
-    """Return background launches for NCCL: each receive is posted before the pass during which the peer sends.
+    """Return the launches of each row for exchanges over NCCL in the background.
 
-    All events are put into one total order, and each rank launches its part of it. The order comes from a simulated
-    step, in which passes take FORWARD and BACKWARD. A transfer takes the longest time that the extra depth of its edge
-    hides. Passes are sorted by their end, and each is followed by the transfer of its result. PlanError if a stage
-    would wait forever.
+    Each receive is posted before the pass during which the peer sends. All passes and transfers are put into one total
+    order, and each row launches its part in this order. The order comes from a simulated step. Passes take FORWARD or
+    BACKWARD time units; a transfer takes the longest time that the extra depth of its edge hides. Passes are sorted by
+    their end, and each pass is followed by the transfer of its result. PlanError if a stage would wait forever.
     """
     ends = _pass_ends(order, forward_only)
     rows: Launches = [[] for _ in range(order.rows)]
@@ -111,8 +112,9 @@ def _pass_ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
 
 
 def gloo_launches(order: Order, forward_only: bool = False) -> Launches:
-    """Return background launches for gloo: each edge starts with a window of posted receives.
-    Whenever a pass takes a received tensor, the next receive is posted."""
+    """Return the launches of each row for exchanges over gloo in the background.
+    At the start, each row posts a window of receives per edge and direction. Whenever a pass takes a received tensor,
+    the next receive is posted."""
     rows: Launches = []
     for row in range(order.rows):
         row_passes = passes(order, row, forward_only)
@@ -154,7 +156,7 @@ def megatron_launches(order: Order) -> Launches:
 
 
 def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
-    """Return the launch order of the posts of one exchange, each as (whether of an activation, whether a send).
+    """Return the order in which `stage` launches the posts of an exchange, each as (is an activation, is a send).
 
     Activations precede gradients, so that both ends of an edge reach the same transfer. Every second stage receives
     first, so that the stages of a ring never all send first.
@@ -180,14 +182,14 @@ def _check(order: Order) -> None:
 
 
 class _Step:
-    """A step that is run launch by launch, with the launches that each row has completed.
-    If the rows of a stage synchronize, they wait for each other in their first and in their last passes."""
+    """A step that is run launch by launch. `done`: the launches that each row has completed.
+    If `order.synchronizes_rows`, the rows of a stage wait for each other in their first and in their last passes."""
 
     def __init__(self, order: Order, rows: Sequence[Sequence[Launch]]) -> None:
         self.order, self.rows = order, rows
         self.done: list[set[Launch]] = [set() for _ in rows]
         self._position = [0] * len(rows)
-        # (stage, True for its rows' first passes, False for their last ones) -> row -> its time of arrival there.
+        # By (stage, True for the first passes of its rows or False for the last passes): when each row arrived there.
         self._arrivals: dict[tuple[int, bool], dict[int, int]] = {}
         computed = [[launch for launch in row if isinstance(launch, Pass)] for row in rows if order.synchronizes_rows]
         self._outer_passes = [(row_passes[0], row_passes[-1]) for row_passes in computed]
@@ -202,8 +204,8 @@ class _Step:
         self._position[row] += 1
 
     def synchronize(self, row: int, launch: Pass, after_last: bool, start: int = 0) -> int | None:
-        """Return when `row`, which reached `launch` at `start`, can run it; None while it waits for other rows.
-        `after_last`: rows also synchronize at their last passes."""
+        """Return the time at which `row` can run `launch`, which it reached at time `start`. None while `row` waits
+        for other rows of its stage. `after_last`: whether rows also synchronize at their last passes."""
         if not self._outer_passes or launch not in self._outer_passes[row][: 1 + after_last]:
             return start
         stage = self.order.stage_of(row)
@@ -237,9 +239,9 @@ class _Step:
 def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
     """Raise PlanError if a step of :func:`gloo_launches` would deadlock.
 
-    A row computes once its input has been sent. It continues after a send once the send one window earlier has a posted
-    receive. In a uniform layout with alternating passes, two stages are never further apart than their window. A row
-    with several neighbours can block one by waiting for another.
+    A row runs a pass as soon as the input has been sent. After a send, it continues as soon as the receive of the send
+    one window earlier is posted. In a uniform layout with alternating passes, two stages are never further apart than
+    their window. But a row with several neighbours can block one of them while it waits for another.
     """
     step = _Step(order, rows)
     sent: dict[tuple[int, int], list[StageTransfer]] = {}

@@ -1,6 +1,6 @@
 """The passes and exchanges of Megatron-Core's two schedules, which wait for their sends and receives.
 
-They are those of megatron-core 0.16.1, pipeline_parallel/schedules.py.
+The schedules are those of megatron-core 0.16.1, pipeline_parallel/schedules.py.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def _received(order: Order, stage: int, needed: Pass) -> tuple[StageTransfer, ..
 
 def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]:
     """Return the program of Megatron-Core's 1F1B: every pass waits for its input.
-    In the steady state, a send and the receive of the opposite direction are one exchange (`order.paired`)."""
+    In the steady state, if `order.paired`, a send and the receive of the opposite direction are one exchange."""
     items: list[Pass | Exchange] = []
     count, warm_up = order.micro_batches, min(order.micro_batches, order.stages - stage - 1)
     forward, backward = ([Pass(is_forward, m, 0) for m in range(count)] for is_forward in (True, False))
@@ -54,7 +54,7 @@ def _interleaved(order: Order, stage: int) -> list[Pass | Exchange]:
 
     In warm-up and cool-down, a stage waits for each exchange. In the steady state with overlap_p2p_comm
     (`order.overlap`), it waits for a receive when a pass needs it, and for a send when it posts the next one. Without
-    overlap, it also waits for each exchange there.
+    overlap, it waits for each exchange in the steady state, too.
     """
     forward = [Pass(True, m, c) for m, c in order.turns()]
     backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]

@@ -25,13 +25,14 @@ L = TypeVar("L")  # a launch: a pass, or a post of a transfer
 class Order:
     """A pipeline's shape: all properties of its schedule except durations.
 
-    `kind`: a name of SCHEDULES. `micro_batches`: per row; with `routes`, per step. `in_flight`: per stage,
-    the most passes whose activations a row holds (used only by a schedule that `deepens`). `overlap`: interleaved
-    stages compute while they exchange (overlap_p2p_comm; always on in training, off in Megatron-LM of 2021). `paired`:
-    under 1F1B a send and the receive of the opposite direction are one exchange (DeepSpeed makes two, the gradient
-    first). `routes`: per stage, the replica of each micro-batch; empty if all replicas of a stage do the same.
-    If the schedule `splits` backward passes, per stage, `deferred`: the backward passes by which weight passes lag
-    behind (empty: 0); `final`: the weight passes left for the end (empty: 1).
+    `kind`: a name in SCHEDULES. `micro_batches`: number per row; with `routes`, number per step. `in_flight`: for each
+    stage, the most passes whose activations a row holds (replaced by the schedule's own numbers unless it `deepens`).
+    `overlap`: whether interleaved stages compute while they exchange (overlap_p2p_comm; always on in training, off in
+    Megatron-LM of 2021). `paired`: whether a send and the receive of the opposite direction are one exchange under 1F1B
+    (DeepSpeed makes two, the gradient first). `routes`: for each stage, the replica of each micro-batch; empty if all
+    replicas of a stage do the same. For each stage, if the schedule `splits` backward passes: `deferred`: number of
+    backward passes by which weight passes lag behind (empty: 0); `final`: number of weight passes left for the end
+    (empty: 1).
     """
 
     kind: str
@@ -124,10 +125,10 @@ class Order:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The most passes that each row holds, at most its `in_flight`.
+        """The most passes that each row can hold: at most the `in_flight` of its stage.
 
-        If rows are stages, a stage never holds more than the stages above it. With virtual stages, the wrap-around edge
-        also limits it to two groups more than the last stage holds.
+        Without `routes`, a stage never holds more passes than the stages above it. With virtual stages, the wrap-around
+        edge also limits every stage to the `in_flight` of the last stage plus two groups.
         """
         if self.routes:
             return tuple(
@@ -160,10 +161,11 @@ class Order:
         return [by_turn[turn] for turn in self.turn_sequence(row).tolist()]
 
     def weight_passes_before(self, row: int) -> Sequence[int]:
-        """Return the number of weight passes just before each pass of `row`; the others follow the last pass.
+        """Return the number of weight passes that `row` runs just before each of its passes.
 
-        Weight passes lag behind by `deferred`. When only backward passes are left, each of them may have to wait for
-        its input. The weight passes are spread over these waits, except the `final` ones.
+        The remaining weight passes follow the last pass. Up to `deferred` weight passes stay pending. When only
+        backward passes are left, each may have to wait for its input. Weight passes are spread over these waits, except
+        that `final` of them are left for the end.
         """
         turns, lag = len(self.micro_batches_of(row)) * self.chunks, self.deferred[row] if self.deferred else 0
         return _weight_passes_before(self.kind, turns, self.depths[row], lag, self.final[row] if self.final else 1)
@@ -174,7 +176,7 @@ class Order:
         return tuple(len(self.micro_batches_of(row)) - sum(self.weight_passes_before(row)) for row in range(self.rows))
 
     def with_weight_passes(self, row: int, launches: Sequence[L]) -> list[L | WeightPass]:
-        """Return the launches of `row` with its weight passes (:meth:`weight_passes_before`), first in, first out.
+        """Return `launches` of `row` with its weight passes inserted (:meth:`weight_passes_before`), the oldest first.
 
         schedule/graph.py repeats this rule on arrays."""
         counts, pending, items = iter(self.weight_passes_before(row)), deque[WeightPass](), list[L | WeightPass]()
@@ -190,7 +192,7 @@ class Order:
         return self.row(stage, self.routes[stage][micro_batch]) if self.routes else stage
 
     def transfer_to(self, row: int, needed: Pass) -> StageTransfer | None:
-        """Return the transfer of the input of pass `needed` to `row`; None if no edge carries it."""
+        """Return the transfer that brings the input of pass `needed` to `row`; None if no edge carries this input."""
         stage, back = self.stage_of(row), -1 if needed.forward else 1
         if stage != (0 if needed.forward else self.stages - 1):
             return StageTransfer(self._row_of(stage + back, needed.micro_batch), row, needed)
@@ -199,7 +201,7 @@ class Order:
         return StageTransfer((stage + back) % self.stages, row, needed._replace(chunk=needed.chunk + back))
 
     def transfer_from(self, row: int, source_pass: Pass) -> StageTransfer | None:
-        """Return the transfer of the result of `source_pass` of `row`; None if no edge carries it."""
+        """Return the transfer that `row` sends after `source_pass`; None if no edge carries the result of this pass."""
         stage, step = self.stage_of(row), 1 if source_pass.forward else -1
         if self.stages == 1:
             return None
@@ -210,14 +212,15 @@ class Order:
         return StageTransfer(row, (stage + step) % self.stages, source_pass)
 
     def window(self, transfer: StageTransfer) -> int:
-        """Return the window of eager 1F1B on the edge of `transfer`, for each direction.
-        It is the number of posted receives and the most sends in progress: the two rows are never further apart."""
+        """Return the window of background exchanges on the edge of `transfer`, for each direction.
+        This many receives are posted, and at most this many sends are in progress. The two rows are never further
+        apart."""
         if self.routes:
             return self._windows[transfer.source, transfer.target]
         return self.window_below(transfer.source if transfer.source_pass.forward else transfer.target)
 
     def window_below(self, upstream: int) -> int:
-        """Return :meth:`window` of the edge from stage `upstream` to the next. Rows must be stages."""
+        """Return :meth:`window` of the edge from stage `upstream` to the next, for an order without `routes`."""
         if upstream == self.stages - 1:
             return self.group
         return self.depths[upstream] - self.depths[upstream + 1] + 1
@@ -252,8 +255,8 @@ class Order:
         return buffers
 
     def extra_depth(self, transfer: StageTransfer) -> int:
-        """Return the micro-batches that eager 1F1B holds above the edge of `transfer` beyond those of 1F1B.
-        Two of them hide a transfer that takes as long as a stage computes one micro-batch."""
+        """Return how many more micro-batches are held above the edge of `transfer` than under 1F1B.
+        Two more micro-batches hide a transfer that takes as long as a stage computes one micro-batch."""
         source, target = self.stage_of(transfer.source), self.stage_of(transfer.target)
         if abs(source - target) != 1:  # the wrap-around edge
             return 0
@@ -265,10 +268,10 @@ class Order:
 def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the fewest micro-batches that a replica of each stage must hold so that no stage waits, (S,).
 
-    `extra`: further micro-batches held above each edge, which hide its transfers. Other transfers take no time.
-    Replicas take turns. Before its backward pass of micro-batch k, a stage runs the forward pass of micro-batch
-    j = k + (depth - 1) * replicas. Before the stage above waits for the gradient of k, it must have computed j. It
-    computes one more micro-batch, so that it can take the gradient in turn.
+    `extra`: further micro-batches held above each edge, which hide its transfers; without them, transfers are assumed
+    to take no time. Replicas take turns. Before its backward pass of micro-batch k, a stage runs the forward pass of
+    micro-batch j = k + (depth - 1) * replicas. The stage above must have computed j before it waits for the gradient
+    of k. It computes one more micro-batch, so that it can take the gradient in turn.
     """
     depths = [1]
     for stage in reversed(range(len(replicas) - 1)):
@@ -281,7 +284,8 @@ def _distance(above: list[int], below: list[int], depth_above: int, depth_below:
 
     `above`, `below`: the positions, in the order of each row, of the micro-batches that both rows compute. When the
     upper row finishes a forward pass, it has finished the backward pass `depth_above` positions earlier. So the lower
-    row has finished that backward pass too, and before it forward passes up to its own depth.
+    row has finished that backward pass, too. Before it, the lower row has run as many forward passes as its depth
+    allows.
     """
     largest, received, backward_done = 1, 0, 0
     for sent, position in enumerate(above, 1):

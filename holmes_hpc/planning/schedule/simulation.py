@@ -1,15 +1,16 @@
 """The simulated time of a step, from every pass and every stage transfer of a pipeline.
 
-If all replicas of a stage do the same, a schedule becomes a graph once (schedule/graph.py). Its nodes are passes, stage
-transfers and gradient reductions. Its arcs are dependencies: the order of a stage's passes, the data, the receiver of a
-blocking send, a full window of receives, one NIC for two directions. The step time is the longest path. Durations are
-not part of the graph, so one graph evaluates many candidate plans at once. After a few rounds a pipeline is periodic:
-:func:`step_seconds` simulates the first :func:`rounds` of micro-batches and extrapolates from their period.
+If all replicas of a stage do the same, a schedule is built as a graph (schedule/graph.py). Its nodes are passes, stage
+transfers and collectives. Its arcs are dependencies. A node may depend on the previous pass of its stage, its data, the
+receiver of a blocking send, a free place in a window of receives, or a NIC that carries both directions. The step time
+is the longest path. Durations are not part of the graph, so one graph evaluates many candidate plans at once. After a
+few rounds a pipeline is periodic. Therefore :func:`step_seconds` simulates only the first micro-batches
+(:func:`rounds`) and extrapolates from their period.
 
 With per-stage TP/DP, :func:`row_end_times` simulates the step pass by pass. A pass starts when the previous pass of its
-row is done and its input has arrived. The first passes of a stage, in which parameters are gathered, start when all its
-rows have reached them. A transfer starts when its tensor is computed and both NICs have completed earlier transfers in
-that direction, the earliest first.
+row is done and its input has arrived. If the rows of a stage take turns, their first passes, in which parameters are
+gathered, start when all of these rows have reached them. A transfer starts when its tensor is computed and both NICs
+have completed earlier transfers in that direction. Transfers whose pass starts first go first.
 """
 
 from collections import Counter
@@ -31,8 +32,8 @@ class Durations:
     `forward`, `backward`, `weight`: one pass, (plans, S, C); `weight` only if backward passes are split. `down`, `up`:
     one stage transfer from stage s to s+1 and to s-1, with wrap-around, (plans, S). `last_up`: `up` of the last
     micro-batch, which competes with gradient traffic, so it is never shorter than `up`. `ready`: the part of the
-    parameter gather that delays a chunk's first pass. `reduce`: the reduction of a chunk's gradients. `tail`: the least
-    part of `reduce` that follows the chunk's last backward or weight pass. The last three are (plans, S, C).
+    parameter gather that delays a chunk's first pass. `reduce`: the reduction of a chunk's gradients. `tail`: the part
+    of `reduce` that at least follows the chunk's last backward or weight pass. These three are (plans, S, C).
     """
 
     forward: np.ndarray
@@ -63,8 +64,8 @@ ACCURATE, ROUGH = 6000, 1000  # forward passes of all stages to simulate before 
 
 
 def rounds(order: Order, passes: int) -> tuple[int, int]:
-    """Return (micro-batches to simulate, further ones over which the period is measured), both in whole groups.
-    The first number stands for about `passes` forward passes of all stages; it is at least `periodic_after`.
+    """Return (micro-batches to simulate, further micro-batches to measure the period), both in whole groups.
+    The first number corresponds to about `passes` forward passes over all stages. It is at least `periodic_after`.
     """
     first = max(passes // (order.stages * order.chunks), order.periodic_after)
     period = max(4, 2 * order.stages)
@@ -76,7 +77,7 @@ def step_seconds(
 ) -> np.ndarray:
     """Return the seconds from the start of a step until all gradients are reduced, (plans,).
 
-    `passes`: the passes to simulate before the extrapolation, ACCURATE or ROUGH. A step is not exactly periodic: the
+    `passes`: the passes to simulate before the extrapolation, ACCURATE or ROUGH. A step is not exactly periodic, so the
     extrapolation is wrong by at most 0.5% with ``passes=ACCURATE`` (tests/planning/schedule/test_simulation.py), and by
     a few percent with ``passes=ROUGH``.
     """
@@ -93,10 +94,10 @@ def step_seconds(
 def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = ()) -> np.ndarray:
     """Return a lower bound of :func:`step_seconds`, (plans,), for an order of any schedule in SCHEDULES.
 
-    A stage starts its passes when the first micro-batch has passed the stages above, which gather their parameters
-    first. It ends them before the last gradients pass those stages again. If the schedule `waits`, the exchanges of
-    the steady state take a stage's time, too. An edge carries the transfers of each direction one after the other; if
-    `shared`, one NIC carries both directions.
+    A stage starts its passes when the first micro-batch has gone through the stages above, which first gather their
+    parameters. It ends its passes before the last gradients go back through these stages. If the schedule `waits`
+    (:class:`ScheduleKind`), the exchanges of the steady state take time of the stage, too. An edge carries the
+    transfers of each direction one after the other. If `shared`, one NIC carries both directions.
     """
     d, stages, m = durations, order.stages, order.micro_batches
     work = m * d.compute().sum(axis=2)
@@ -121,8 +122,8 @@ def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] =
 def _transfer_bound(order: Order, d: Durations, shared: tuple[bool, ...]) -> np.ndarray:
     """Return a lower bound of the step from the transfers that leave each stage, (plans, S).
 
-    They start after the stage's first forward pass. After the last transfer down, its micro-batch goes to the last
-    stage and back; after the last transfer up, its gradients go to the first stage.
+    The transfers start after the stage's first forward pass. After the last transfer down, that micro-batch still goes
+    to the last stage and back. After the last transfer up, those gradients still go to the first stage.
     """
     m, chunks, stages = order.micro_batches, order.chunks, order.stages
     all_down, all_up = m * chunks * d.down, m * chunks * d.up  # all transfers of a step
@@ -181,7 +182,8 @@ class TimedPass(NamedTuple):
 
 
 def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None = None) -> list[float]:
-    """Return the end in seconds of each row's last pass; infinite if the row waits forever (too little in flight).
+    """Return the time in seconds at which each row's last pass ends.
+    It is infinite if the row waits forever, because too few passes are in flight.
 
     `passes`: a list that receives a TimedPass for every pass, in order of their start. Inside this function a pass is a
     number, for speed: twice its micro-batch, plus 1 if backward.
@@ -200,7 +202,7 @@ def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None 
     first_passes, last_passes = [row[0] for row in sequences], [row[-1] for row in sequences]
     position, now, is_round_robin = [0] * order.rows, [0.0] * order.rows, order.is_round_robin
     first_inputs: list[dict[int, float]] = [{} for _ in range(stages)]  # arrival at each row's first pass, by stage
-    queue: list[tuple[float, int]] = []  # (start of its next pass, row)
+    queue: list[tuple[float, int]] = []  # (start of the row's next pass, row)
 
     def start_row(row: int, arrived: float) -> None:
         """Queue a row's first pass, whose input has arrived."""

@@ -37,7 +37,8 @@ from holmes_hpc.records.metrics import PARTS
 
 MAX_REFINED = 24
 NEAR = 1.05  # candidates up to this many times as slow as the best are refined
-FAR = 1.12  # so are slower ones up to this factor if their bound is below the best step: refinement gains up to 10%
+# Candidates up to this factor are refined if their bound is below the best step, because refinement gains up to 10%.
+FAR = 1.12
 MAX_ORDERS_FAR = 3  # the most orders of pools tried for a candidate beyond NEAR
 # After this many refinements of a kind (strategy and number of pools), a candidate of that kind is skipped if it would
 # have to gain more than twice the kind's largest gain so far.
@@ -57,8 +58,9 @@ def best_plan(
 ) -> Plan:
     """Return the plan with the shortest predicted step, with its prediction and runners-up.
 
-    `clock`: the time limit and progress log; without one the search goes on until nothing can be gained. Raise
-    PlanError if a size does not divide, or if nothing fits in memory, with the missing memory and a change that helps.
+    `clock`: the time limit and progress log. Without a clock, the search ends when no further gain is possible. Raise
+    PlanError if a size is not divisible as needed, or if no plan fits in memory. For memory, the message names the
+    missing memory and a change that helps.
     """
     site = costs.with_measured_links(searched_site(site, options))
     clock, problem, plans, failure = clock or Clock(), Problem(model, batch, site, options, costs), list[Plan](), None
@@ -103,8 +105,8 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
     """Return whether per-stage TP/DP may be faster than the best uniform layout.
 
-    It may if pools differ in GPUs or nodes, or if that layout leaves nodes unused or its ranks idle for more than
-    MIN_PER_STAGE_GAIN of the step.
+    It may be faster if pools differ in GPU type, nodes or GPUs per node, if the uniform layout leaves nodes unused, or
+    if its ranks are idle for more than MIN_PER_STAGE_GAIN of the step.
     """
     available = available_pools(problem.site, problem.options)
     kinds = {(a.pool.gpu, a.nodes, a.gpus_per_node) for a in available}
@@ -117,9 +119,10 @@ def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
 
 
 def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate] = ()) -> Plan | None:
-    """Return the best plan with per-stage TP/DP if it gains MIN_PER_STAGE_GAIN over the first of `uniform`, else None.
+    """Return the best plan with per-stage TP/DP, or None if it gains too little or the options exclude it.
 
-    `uniform`: the candidates with uniform layouts, the best first. None, too, if the options exclude per-stage TP/DP.
+    `uniform`: the candidates with uniform layouts, the best first. The plan must shorten the step of the best one by
+    MIN_PER_STAGE_GAIN.
     """
     options = problem.options
     if options.unequal == "false" or conflicting_option(options, problem.costs):
@@ -145,8 +148,10 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
 
 
 def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
-    """Return `plan`, with a note if a nearby global batch is much faster. `best`: the best uniform layout.
-    Only the nearby batch's best placements are evaluated, so the gain may be larger."""
+    """Return `plan`, with a note if a nearby global batch size gives MIN_BATCH_GAIN more samples per second.
+
+    `best`: the candidate with the best uniform layout. Only the best placements of the nearby batch size are evaluated,
+    so the true gain may be larger than the noted one."""
     assert plan.predicted is not None
     batch, step_s = problem.batch, plan.predicted.step_time_s
     if (choice := nearby_batch(problem, best.placement, step_s)) is None:
@@ -168,11 +173,11 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
 
 
 def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
-    """Return the plan of one user-fixed layout without a search; `options` must give tp, pp and dp.
+    """Return the plan of one user-fixed layout without a search; `options` must set tp, pp and dp.
 
-    Options that are not set mean: layers as equal as possible, Megatron-Core's schedule, no recomputation, pools in
-    the order of `nodes` or of the site. Eager 1F1B gets the passes in flight and the buckets that a search would
-    choose. The plan of a layout that does not fit in memory has a note on that.
+    Other options default to layers as equal as possible, Megatron-Core's schedule and no recomputation. Pools are in
+    the order of the option `nodes`, or else of the site file. Eager 1F1B gets the passes in flight and the bucket size
+    that a search would choose. If the layout does not fit in memory, the plan has a note that says so.
     """
     PlanError.refuse("layout", *((not getattr(options, n), f"{n} is missing", f"give {n}") for n in ("tp", "pp", "dp")))
     site = costs.with_measured_links(searched_site(site, options))
@@ -199,7 +204,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         placements = Space(unlimited).placements()
         if not placements:
             raise_indivisible(problem)
-        raise_out_of_memory(Evaluator(unlimited), placements)  # which names the options that exclude each other
+        raise_out_of_memory(Evaluator(unlimited), placements)  # its message names the conflicting options
     plan = to_plan(best, site, [])
     try:
         check_memory(Layout.of(plan, costs), layer_array(plan))
@@ -209,7 +214,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
 
 
 def _fixed_candidate(problem: Problem) -> Candidate | None:
-    """Return the best candidate of the one layout that the options fix; None if there is none."""
+    """Return the best candidate for the layout that the options fix; None if no candidate is possible."""
     evaluator, placements = Evaluator(problem), Space(problem).placements()
     pipelines = [p for p in placements if p.strategy != "hierarchical-dp"]  # Megatron-Core's usual order of ranks
     candidates = [
@@ -237,12 +242,12 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
         raise_out_of_memory(evaluator, placements)
     candidates = _refine(evaluator, simulated, clock, bound_s)
     is_fsdp = costs.software.sharding in ("gradients", "full")
-    choices = [options]  # of the optimizer's sharding
+    choices = [options]  # one entry per choice of optimizer sharding
     if options.distributed_optimizer is None and not is_fsdp:
         choices.append(replace(options, distributed_optimizer=False))
         reason = "the optimizer is not sharded, so no parameters are gathered"
         candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
-    # Weight passes have not been timed on GPUs yet, so only emulated compute gets them unasked.
+    # Weight passes have not been timed on GPUs yet, so the search tries them only with emulated compute.
     can_split = batch.cp == 1 and not model.experts.count
     if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms and can_split:
         kind = next(kind for kind in SCHEDULES.values() if kind.splits)
@@ -255,9 +260,10 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
 def _with_faster(
     evaluator: Evaluator, candidates: list[Candidate], options: PlanOptions, reason: str, clock: Clock
 ) -> list[Candidate]:
-    """Return new candidates that use `options` and are faster by MIN_GAIN_OF_OPTION, then `candidates`, the best first.
+    """Return `candidates`, preceded by new candidates with `options` that are faster by MIN_GAIN_OF_OPTION.
 
-    The new ones have the placements of the best `candidates`. `reason`: why they are faster, for the plan's note.
+    The new candidates use the placements of the best `candidates`, and the fastest of them comes first. `reason`: why
+    `options` make a step shorter, for a note in the plan.
     """
     changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
@@ -283,7 +289,8 @@ def _with_faster(
 def _refine(
     evaluator: Evaluator, candidates: Sequence[Candidate], clock: Clock, bound_s: float = inf
 ) -> list[Candidate]:
-    """Return the candidates from best to worst, with those near the best refined. `bound_s`: see :func:`explore`."""
+    """Return the candidates from best to worst, after a refinement of the candidates near the best.
+    `bound_s`: the lower bound that :func:`explore` returned for all that it did not try."""
     refined, skipped, shortest_s = list[Candidate](), list[Candidate](), candidates[0].seconds
     gains: dict[object, list[float]] = {}  # by kind: strategy and number of pools
     for candidate in candidates:
@@ -338,8 +345,9 @@ def to_plan(solution: Solution, site: Site, slower: Sequence[Candidate]) -> Plan
 
 
 def _alternatives(best: Layout, predicted: Predicted, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
-    """Return the first candidate of each kind of placement other than that of `best`, the fastest first.
-    `predicted`: the prediction of `best`."""
+    """Return the runners-up as plain data, the fastest first: the best of `slower` for each kind of layout.
+
+    :func:`_kind` defines the kinds; the kind of `best` is left out. `predicted`: the prediction of `best`."""
     kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
     for candidate in slower:
         if _kind(candidate.layout) not in kinds and len(runners_up) < MAX_RUNNERS_UP:
@@ -354,8 +362,8 @@ def _kind(layout: Layout) -> tuple[object, ...]:
 
 
 def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
-    """Return a runner-up, whose layout is uniform, as plain data.
-    Its `why_not` names the parts of a step that take longer than those of `best`."""
+    """Return a runner-up with a uniform layout as plain data.
+    Its value `why_not` names the parts of a step that take longer than in the plan predicted by `best`."""
     layout, layers = runner_up.layout, runner_up.layers
     prediction = predict_layout(layout, layers)
     slowdown = prediction.step_time_s / best.step_time_s - 1

@@ -34,16 +34,18 @@ from holmes_hpc.planning.search.placement import Block, Placement, component, ot
 from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, ep_sizes
 
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
-MIN_GAIN = 0.003  # eager 1F1B, and virtual stages, must each gain at least this
-EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer beyond those that hide it
-LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # of weight passes behind backward passes, to try
-MIN_LAG_GAIN = 1e-3  # of a round of changes to weight passes, to try another
+MIN_GAIN = 0.003  # eager 1F1B and virtual stages must each shorten the step by at least this share
+EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer, in addition to those that hide it
+LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # numbers of backward passes to try by which weight passes lag behind
+MIN_LAG_GAIN = 1e-3  # after a round of changes to weight passes that gains at least this share, another one follows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate(Solution):
-    """A solution with one placement. `bound`: a lower bound of the step's seconds. `is_full`: the planner chose the
-    layers, and a stage has as many as fit."""
+    """A solution with one placement.
+
+    `bound`: a lower bound of the step time in seconds. `is_full`: the planner chose the layers, and some stage has as
+    many layers as fit in memory."""
 
     placement: Placement
     bound: float
@@ -51,7 +53,7 @@ class Candidate(Solution):
 
     @property
     def score(self) -> float:
-        """The seconds, slightly longer for virtual stages and for more GPUs: ties go to the simpler plan."""
+        """The step time plus a small penalty for virtual stages and for each GPU, so that ties go to simpler plans."""
         has_virtual_stages = self.layout.parallel.virtual_stages > 1
         return self.seconds * (1 + MIN_GAIN * has_virtual_stages + 1e-7 * self.placement.gpus)
 
@@ -72,11 +74,11 @@ class Evaluator:
         self._memo = Memo()
 
     def candidates(self, placement: Placement, max_s: float = inf) -> Iterator[Candidate]:
-        """Yield candidates, not yet simulated, for every EP and number of virtual stages estimated to take at most
-        `max_s`.
+        """Yield candidates that are not simulated yet, for each EP and each number of virtual stages.
 
-        Each has the least recomputation that fits in memory. Candidates with more recomputation follow while memory
-        limits the layers of a stage.
+        Numbers of virtual stages with an estimated step above `max_s` seconds are left out. A candidate has the least
+        recomputation that fits in memory. If memory limits the layers of one of its stages, candidates with more
+        recomputation follow.
         """
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
         eps = ep_sizes(self.model, self.options, placement.tp * placement.dp)
@@ -96,7 +98,8 @@ class Evaluator:
                         break
 
     def bound_s(self, placement: Placement) -> float:
-        """Return a lower bound of every candidate's step: the slowest stage's layers, and the overheads of software."""
+        """Return a lower bound of the step time of every candidate of a placement, in seconds.
+        It is the compute time of the slowest stage plus the software overhead of the passes and the step."""
         estimate, pools = placement.estimate, [b.pool for b in placement.blocks]
         pass_s = min(map(self.costs.pass_overhead_s, pools))
         return float(estimate.micro_batches * (estimate.tau + 2 * pass_s)) + max(map(self.costs.step_overhead_s, pools))
@@ -108,12 +111,13 @@ class Evaluator:
         return [fixed] if fixed else range(least, int(placement.estimate.max_chunks) + 1)
 
     def _may_fit(self, placement: Placement, recompute: str, chunks: int, ep: int) -> bool:
-        """Return whether all layers may fit, by the layers' own memory: a quick check without false negatives."""
+        """Return False if the layers cannot all fit in memory.
+        This quick check counts only the memory of the layers, so they may not fit even if it returns True."""
         batch = self._batch(placement.micro_size)
         kind = schedule_kind(candidate_schedules(self.options.schedule, chunks, background=False)[-1])
         depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
-        shards *= placement.tp if self.model.experts.count else 1  # no fewer than the shards of the experts' optimizer
+        shards *= placement.tp if self.model.experts.count else 1  # at least as many as the experts' optimizer has
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
         shape = LayerShape(self.model, batch, placement.tp, sequence_parallel, recompute, ep)
         max_gib = self.options.max_memory_gib
@@ -127,12 +131,13 @@ class Evaluator:
         return bool(per_stage.min() >= chunks and per_stage.sum() >= self.model.layers - self.model.experts.first_dense)
 
     def _schedules(self, placement: Placement, chunks: int) -> tuple[str, ...]:
-        """Return the schedules to try in order: the user's; or eager 1F1B, and Megatron-Core's if that does not fit."""
+        """Return the names of the schedules to try, the preferred one first (:func:`candidate_schedules`)."""
         background = placement.pp > 1 and self.options.transport == "holmes"
         return candidate_schedules(self.options.schedule, chunks, background)
 
     def layout(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int | None = None) -> Layout:
-        """Return the layout under the schedule `kind`, with its least passes in flight. `ep`: None for the largest."""
+        """Return the layout under the schedule `kind` with the fewest passes in flight.
+        `ep`: the EP; None means the largest possible EP."""
         ep = ep or ep_sizes(self.model, self.options, placement.tp * placement.dp)[-1]
         if self._last is None or self._last[0] is not placement or self._last[1].parallel.ep != ep:
             self._last = placement, self._layout(placement, ep)
@@ -177,13 +182,13 @@ class Evaluator:
         return self._memo.of("batch", micro_size, compute=lambda: replace(self.batch, micro_size=micro_size))
 
     def _candidate(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int) -> Candidate | None:
-        """Return the candidate with balanced or user-fixed layers, the best bucket size and its bound.
+        """Return a candidate with balanced or user-fixed layers, the best bucket size and the lower bound.
 
-        Return None if it does not fit in memory or the schedule is impossible.
+        Return None if the layout does not fit in memory, or if the schedule or the user-fixed layers are impossible.
         """
         try:
             layout = self.layout(placement, recompute, kind, chunks, ep)
-            layout.order  # noqa: B018 (raises for micro-batches that virtual stages cannot have)
+            layout.order  # noqa: B018 (raises if virtual stages do not allow this number of micro-batches)
         except PlanError:
             return None
         if self._may_choose_layers:
@@ -213,7 +218,8 @@ class Evaluator:
         return uniform_layers(layout) if self.options.partition == "uniform" else proportional_layers(layout)
 
     def simulate(self, candidate: Candidate, passes: int = ACCURATE) -> Candidate:
-        """Return the candidate with its seconds. Under a schedule that `deepens`, choose its passes in flight."""
+        """Simulate the candidate and return it with its step time.
+        If its schedule `deepens` (:class:`ScheduleKind`), also choose passes in flight. `passes`: as in `step_s`."""
         if not schedule_kind(candidate.layout.schedule.kind).deepens:
             return self._time(candidate, passes)
         extra = extra_depth(candidate.layout, candidate.layers)
@@ -224,10 +230,9 @@ class Evaluator:
         return replace(candidate, seconds=float(step_s(candidate.layout, candidate.layers, passes)[0]))
 
     def _hide_transfers(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
-        """Return the candidate at the depth that hides the transfers, as far as memory allows.
+        """Return the candidate with the passes in flight that hide the transfers, as far as memory allows.
 
-        `extra`: the further passes in flight of each stage that hide them, of :func:`extra_depth`. `passes`: the number
-        of passes to simulate.
+        `extra`: the result of :func:`extra_depth`, in passes per stage. `passes`: as in :func:`step_s`.
         """
         for _, layout in self._depths(candidate, extra):
             try:
@@ -237,9 +242,10 @@ class Evaluator:
         return candidate
 
     def _front_load(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
-        """Return the candidate, or one with more layers and depth in the first stages if its step is shorter.
+        """Return the candidate, or a front-loaded version of it if that has a shorter step.
 
-        Those stages compute while the pipeline fills and parameters are gathered. For `extra` see :func:`extra_depth`.
+        In the front-loaded version, the first stages have more layers and more passes in flight. They compute while the
+        pipeline fills and parameters are gathered. `extra`: the result of :func:`extra_depth`.
         """
         if not self._may_choose_layers or not may_front_load(candidate.layout):
             return candidate
@@ -256,14 +262,15 @@ class Evaluator:
         return self.options.layers_per_stage is None and self.options.partition == "exact"
 
     def _depths(self, candidate: Candidate, extra: list[int]) -> Iterator[tuple[int, Layout]]:
-        """Yield (cap, layout) for each cap on a stage's `extra` whose layout fits, the highest first, and for cap 0."""
+        """Yield (cap, layout) for each cap on the numbers in `extra` that lets the layout fit in memory.
+        The highest cap comes first. The last one is 0, even if its layout does not fit."""
         for cap in sorted(set(extra) | {*range(min(max(extra), 8)), 0}, reverse=True):
             layout = deepen(candidate.layout, [min(e, cap) for e in extra])
             if cap == 0 or fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
                 yield cap, layout
 
     def note_missing_depth(self, candidate: Candidate) -> Candidate:
-        """Return the candidate, with a note if memory is too small for the depth that hides the transfers."""
+        """Return the candidate, with a note if memory is too small for the passes in flight that hide the transfers."""
         layout, chunks = candidate.layout, candidate.layout.parallel.virtual_stages
         eager = [kind for kind in self._schedules(candidate.placement, chunks) if schedule_kind(kind).deepens]
         if not eager:
@@ -280,9 +287,10 @@ class Evaluator:
         return replace(candidate, notes=tuple(dict.fromkeys((*candidate.notes, note))))
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
-        """Return the candidate with the best order of pools, then layers and depth, bucket size and schedule.
+        """Return the candidate with the best order of pools, layers, passes in flight, bucket size and schedule.
 
-        Other orders with a bound below the best step are simulated, the least bound first; at most `max_orders` if set.
+        Another order of the pools is simulated if its lower bound is below the best step. `max_orders`: the most other
+        orders to consider, by ascending bound; None: all.
         """
         simulated, layout = [self._time(candidate)], candidate.layout
         reordered = (
@@ -311,9 +319,9 @@ class Evaluator:
         return simpler if simpler.seconds < best.seconds else best
 
     def _with_weight_passes(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the best layers, depth, buckets and weight passes.
+        """Return the candidate with the best layers, passes in flight, bucket size and weight passes.
 
-        The lags of weight passes and the final ones change for all stages alike, then for one stage at a time.
+        Each round changes `deferred` and `final` (:class:`Schedule`) of all stages alike, then of one stage at a time.
         """
         candidate, start_s = self._refine_layers_and_depth(candidate), inf
         order, sizes = candidate.layout.order, self._bucket_sizes(candidate.layout)
@@ -333,15 +341,15 @@ class Evaluator:
         return candidate
 
     def _better(self, candidate: Candidate, layout: Layout) -> Candidate:
-        """Return the candidate under another layout if that fits and its step is then shorter, else the candidate."""
+        """Return the candidate with `layout` if that fits in memory and makes the step shorter, unchanged otherwise."""
         if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
             return candidate
         changed = self._time(replace(candidate, layout=layout))
         return changed if changed.seconds < candidate.seconds * (1 - 1e-4) else candidate
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
-        """Return the bucket sizes to try, in bytes: the user's, or Megatron-Core's default and smaller ones.
-        Small layers may have a bucket each."""
+        """Return the bucket sizes to try, in bytes: the user's size, or Megatron-Core's default and smaller sizes.
+        If layers are smaller than all of these, the size of one layer is also tried."""
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
         p = layout.parallel
@@ -349,10 +357,10 @@ class Evaluator:
         return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if layer_bytes < BUCKETS[-1] else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the best layers, and passes in flight beyond those that hide the transfers.
+        """Return the candidate with the best layers and passes in flight.
 
-        A stage with long gradient traffic gets fewer layers, so that it starts late and ends early while the stages
-        above run ahead.
+        More passes in flight are tried than hide the transfers, because they let earlier stages run ahead. A stage with
+        long gradient traffic can then have fewer layers, so that it starts late and ends early.
         """
         best = candidate = self._refine_layers(candidate)
         if not may_front_load(candidate.layout):
@@ -374,7 +382,7 @@ class Evaluator:
         return candidate if np.array_equal(layers, candidate.layers) else self._time(replace(candidate, layers=layers))
 
     def simplify(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with Megatron-Core's schedule instead of eager 1F1B if it is hardly slower."""
+        """Return the candidate with Megatron-Core's schedule if its step is then longer by at most MIN_GAIN."""
         s = candidate.layout
         if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate

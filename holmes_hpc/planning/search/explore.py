@@ -1,8 +1,9 @@
 """The search loop: which placements and candidates are tried, in which order, and when the search ends.
 
-One queue holds placements, with their estimates, and candidates, with lower bounds of their steps. The most promising
-entry is next: a placement is split into its candidates, a candidate is simulated. The search ends when no entry left
-promises a shorter step than the best. If the time limit ends it earlier, the plan notes the remaining gap.
+One queue holds placements with estimates of their step times, and candidates with lower bounds. The search always takes
+the most promising entry. It replaces a placement by its candidates, and simulates a candidate. The search ends when no
+remaining entry promises a shorter step than the best candidate. If the time limit ends it earlier, a note in the plan
+says how much shorter a step could be.
 """
 
 import heapq
@@ -27,8 +28,8 @@ PROGRESS_INTERVAL_S = 2.0
 class Clock:
     """The time limit and the progress log of a search.
 
-    `seconds`: the time limit; None: search until nothing can be gained. `report`: is called with a line of progress
-    at most every PROGRESS_INTERVAL_S seconds, and not twice in a row with the same line.
+    `seconds`: the time limit; None: no limit. `report`: a function that gets a line of progress, at most every
+    PROGRESS_INTERVAL_S seconds and never the same line twice in a row.
     """
 
     def __init__(self, seconds: float | None = None, report: Callable[[str], None] | None = None) -> None:
@@ -51,10 +52,10 @@ class Clock:
 def explore(
     evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock
 ) -> tuple[list[Candidate], float]:
-    """Return (the simulated candidates of `space` from best to worst, a lower bound of the step of everything not
-    tried; infinite if nothing is left). `placements`: of the space, with the shortest estimates.
+    """Return (the simulated candidates of `space` from best to worst, a lower bound for everything not tried).
 
-    If the space has few placements, estimates are not trusted: lower bounds take their place.
+    The bound is that of a step in seconds; it is infinite if everything was tried. `placements`: the placements of the
+    space with the shortest estimates, sorted. If the space has few placements, lower bounds replace the estimates.
     """
     margin, simulated, placements = MARGIN, list[Candidate](), [*placements]
     waiting: list[Candidate] = []  # further candidates of the placements that are always tried
@@ -105,7 +106,8 @@ def explore(
 
 
 def _always_tried(placements: list[Placement], pool_count: int) -> tuple[int, ...]:
-    """Return the indices of the best placement on each pool alone, each pair and all: they are always simulated."""
+    """Return the indices of the best placements on each single pool, each pair of pools and all pools.
+    These placements are always simulated."""
     first = {
         p.pools: index for index, p in reversed([*enumerate(placements)]) if is_always_tried(len(p.pools), pool_count)
     }

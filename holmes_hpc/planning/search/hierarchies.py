@@ -1,7 +1,8 @@
-"""Hierarchical placements: whole pipelines in each pool, or in each node of one, and data parallelism across them.
+"""Hierarchical placements: every pipeline is inside one pool, and data parallelism crosses the pools.
 
-Here tau is the seconds of one micro-batch, forward and backward, in the layers of the slowest stage. The data-parallel
-ranks are divided into optimizer instances of equal size, each inside one pool.
+On a single pool, every pipeline is inside one node. The data-parallel ranks are divided into optimizer instances of
+equal size, each inside one pool. In this module, tau is the forward and backward time of one micro-batch in the layers
+of the slowest stage, in seconds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,9 +44,10 @@ def hierarchies(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 def _slowest_pipeline(
     costs: PoolCosts, pp: Any, chunks: Any, dp: int, layer_s: float, transfer: float = 0.0, exposed: float = 0.0
 ) -> Estimate:
-    """Estimate the slowest pipeline, of `pp` stages (a number or an array) and at most `chunks` virtual stages.
+    """Estimate the step of the slowest pipeline.
 
-    Seconds: `layer_s` of a layer and micro-batch, `transfer` of a stage transfer, `exposed` of traffic nothing hides.
+    `pp`: the number of stages, or an array of numbers. `chunks`: the most virtual stages for each `pp`. In seconds,
+    `layer_s`: one layer for one micro-batch; `transfer`: one stage transfer; `exposed`: traffic that nothing hides.
     """
     maximum = np.maximum if isinstance(pp, np.ndarray) else max
     tau = -(-costs.layers // pp) * layer_s
@@ -78,10 +80,11 @@ def _is_too_slow(
 
 
 def _single_pools(costs: PoolCosts, pp: int) -> frozenset[int]:
-    """Return the pools that a hierarchical placement may use alone.
+    """Return the pools that may hold a hierarchical placement without other pools.
 
-    A node there must hold whole pipelines of `pp` stages; longer ones in one pool belong to :mod:`.pipelines`.
-    The result is empty for one stage, and on a site of several pools if the user asks for a hierarchy.
+    Each node of such a pool must hold whole pipelines of `pp` stages. (:mod:`.pipelines` places pipelines that span
+    several nodes of one pool.) The result is empty if `pp` is 1, or if the user set the strategy and several pools are
+    available.
     """
     if pp == 1 or (costs.options.strategy != "auto" and len(costs.available) > 1):
         return frozenset()
@@ -93,8 +96,8 @@ def _splits(
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools that `limit` may admit.
 
-    A choice has two or more pools, or one of :func:`_single_pools`. `maxima`: the most pipelines in each pool. `units`:
-    the fewest pipelines that fill whole nodes there.
+    A choice is two or more pools, or one pool of :func:`_single_pools`. `maxima`: the most pipelines in each pool.
+    `units`: the fewest pipelines that fill whole nodes of each pool.
     """
     single_pools = _single_pools(costs, pp)
     if costs.is_fixed:
@@ -134,7 +137,7 @@ def _estimate(costs: PoolCosts, dp: int, pp: int, used: list[int], instance_dp: 
     sharing = min(pp, max(costs.available[f].gpus_per_node for f in used) // costs.tp)  # stages that share a node's NIC
     backward = per_stage * 2 / 3 * layer_s  # hides gradient traffic
     exposed_reduce = max(0.0, per_stage * sharing * max(float(reduce[f]) for f in used) + across - backward)
-    gathers = 1 if costs.cost_model.software.aligned_gather else pp  # one after the other
+    gathers = 1 if costs.cost_model.software.aligned_gather else pp  # stages gather one after another unless aligned
     exposed = exposed_reduce + per_stage * sharing * gathers * max(float(gather[f]) for f in used)
     inside, _ = costs.cached(costs.transfers_s, 1)  # needed by pipelines that are longer than a node
     transfer = max((float(inside[f]) for f in used if pp * costs.tp > costs.available[f].gpus_per_node), default=0.0)

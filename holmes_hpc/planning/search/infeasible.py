@@ -1,4 +1,4 @@
-"""The errors if no plan is possible: the size that does not divide, or the missing memory and a change that helps."""
+"""The errors if no plan is possible. They name an indivisible size, or the missing memory and a change that helps."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -77,14 +77,15 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
 
 
 def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
-    """Raise PlanError for placements of which none fits, with the least memory that one lacks and a change that helps.
+    """Raise PlanError because none of `placements` fits in memory or suits the options.
 
-    If the model fits without some of the user's options, the change is to remove them. Otherwise it is a change of the
-    batch or the site.
+    The message names the smallest memory shortage of all placements, or the options that exclude every placement. For
+    memory, the hint is to remove options if the model fits without them. Otherwise it suggests changes of the GPUs, the
+    batch or the number of nodes.
     """
     o, model = evaluator.options, evaluator.model
     least = _least_shortage(evaluator, placements)
-    if least is None or least.fits:  # not memory, the options exclude every placement
+    if least is None or least.fits:  # memory is not the cause: the options exclude every placement
         causes = [
             f"plan.{name}={list(value) if isinstance(value, tuple) else value}"
             for name in ("layers_per_stage", "virtual_stages", "partition", "schedule")
@@ -122,7 +123,7 @@ DEFAULTS = {name: getattr(PlanOptions(), name) for name in _LIMITING}
 
 
 def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that the user set: each alone, then all."""
+    """Yield sets of the keys in DEFAULTS that the user set: one set per key, then the set of all of them."""
     names = tuple(name for name, default in DEFAULTS.items() if getattr(o, name) != default)
     yield from ((name,) for name in names)
     if len(names) > 1:
@@ -130,7 +131,8 @@ def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
 
 
 def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
-    """Yield changes of the batch and the site, each of which was tried and makes the model fit."""
+    """Yield changes of the batch and the site. A search has shown that the model fits after each of them.
+    `missing`: the memory shortage without any change."""
     batch, site = problem.batch, problem.site
     if batch.micro_size > 1:
         least = _search_shortage(problem._replace(batch=replace(batch, micro_size=1)))
@@ -146,7 +148,7 @@ def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
 
 
 def _search_shortage(problem: Problem) -> Shortage | None:
-    """Return the least shortage of any placement; None if there is no placement."""
+    """Return the smallest memory shortage of all placements of a problem; None if no placement is possible."""
     unlimited = replace(problem.options, max_memory_gib=float("inf"), search_micro_size=False)
     try:
         placements = Space(problem._replace(options=unlimited)).placements()
@@ -156,8 +158,8 @@ def _search_shortage(problem: Problem) -> Shortage | None:
 
 
 def _least_shortage(evaluator: Evaluator, placements: list[Placement]) -> Shortage | None:
-    """Return the least shortage of any placement; None if there is no placement.
-    Raise the last PlanError if none can be laid out."""
+    """Return the smallest memory shortage of `placements`; None if no placement suits the user's layers per stage.
+    Raise the last PlanError if no placement has a valid layout."""
     o, chunks = evaluator.options, evaluator.options.virtual_stages or 1
     shortages, error = list[Shortage](), None
     kind = candidate_schedules(o.schedule, chunks, background=False)[-1]
@@ -180,5 +182,5 @@ def _sizes(least: Shortage) -> str:
 
 
 def _recompute(o: PlanOptions) -> str:
-    """Return the recomputation that needs the least memory."""
+    """Return the recomputation with the least memory that the options allow."""
     return "full" if o.recompute == "auto" else o.recompute

@@ -1,6 +1,7 @@
-"""Layers per stage: exact (shortest simulated step), proportional (the Holmes paper) or uniform. Passes in flight, too.
+"""The choice of layers per stage and of passes in flight.
 
-The search and the cost model hold layers in arrays of shape (1, S, C): S stages of C chunks.
+Layers are exact (shortest simulated step), proportional (as in the Holmes paper) or uniform. The search and the cost
+model hold layers in arrays of shape (1, S, C): S stages of C chunks.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +24,8 @@ MANY_STAGES = 10  # above this number, layers move only from the busiest stages
 def chunk_layers(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
     """Split each stage's layers into chunks that differ by one at most; the larger chunks come last.
 
-    In the last stage they come first, since its last chunk holds the head. `counts`: layers per stage, (S,).
+    In the last stage the larger chunks come first, because its last chunk also holds the head. `counts`: layers per
+    stage, (S,).
     """
     counts = np.asarray(counts)
     base, remainder = counts[:, None] // chunks, counts[:, None] % chunks
@@ -44,8 +46,8 @@ def uniform_layers(layout: Layout) -> np.ndarray:
 def proportional_layers(layout: Layout) -> np.ndarray:
     """Return layers by the Holmes paper's self-adapting partition: stage i gets floor(N * S_i / sum of S) of N layers.
 
-    The last stage gets the remainder, which may be too few. S_i is the speed of the stage's pool: one over the
-    predicted seconds in which uniform layers keep it busy with compute and data-parallel traffic.
+    The last stage gets the remaining layers, which may be too few. S_i is the speed of stage i: one over its busy time.
+    That is the predicted time of its compute and data-parallel traffic in a step with uniform layers.
     """
     layers, chunks = layout.model.layers, layout.parallel.virtual_stages
     times = timing(layout, uniform_layers(layout))
@@ -61,9 +63,9 @@ def proportional_layers(layout: Layout) -> np.ndarray:
 
 
 def assign_all(assign: Callable[[float], list[int]], layers: int, max_s: float) -> list[int]:
-    """Return the layers per stage of `assign` under the least time limit at which it assigns all `layers`.
+    """Find the least time limit at which `assign` assigns all `layers`; return the layers per stage under this limit.
 
-    `assign`: time limit in seconds -> layers of each stage. `max_s`: a limit that is long enough.
+    `assign`: a function from a time limit in seconds to the layers of each stage. `max_s`: a limit that suffices.
     """
     low, high = 0.0, max_s
     for _ in range(BISECTION_STEPS):
@@ -78,7 +80,7 @@ def assign_all(assign: Callable[[float], list[int]], layers: int, max_s: float) 
 class LayerSplitter:
     """Divides a model's layers among the stages of one layout.
 
-    `max_layers`: layers of each stage that fit in memory, (S,). `can_fit`: all layers fit.
+    `max_layers`: the most layers of each stage that fit in memory, (S,). `can_fit`: whether all layers fit.
     """
 
     def __init__(self, layout: Layout, max_gib: float | None = None) -> None:
@@ -99,10 +101,11 @@ class LayerSplitter:
         return timing(self._layout, _one_and_two_layers(self._layout)).replicas
 
     def balanced(self) -> tuple[np.ndarray, bool]:
-        """Return (layers that minimize the time of the busiest stage; whether a stage has as many as fit).
+        """Return (layers that minimize the busy time of the busiest stage; whether a stage has as many layers as fit).
 
-        A stage is busy with compute and gradient traffic. Each layer goes to the stage that is then least busy, which
-        minimizes the time of the busiest one. Those are the smallest times with one, two, … further layers per stage.
+        A stage is busy with compute and gradient traffic. Each layer in turn goes to the stage with the shortest busy
+        time after the addition. The code obtains the same result by sorting the busy times of all stages with one,
+        two, … further layers.
         """
         counts = self.least.copy()
         with_one, with_two = _busy_s(self._times, self.micro_batches)
@@ -118,12 +121,13 @@ class LayerSplitter:
         return chunk_layers(counts, self.chunks), bool((counts >= self.max_layers).any())
 
     def front_loaded(self) -> np.ndarray:
-        """Return layers for stages that run far ahead of later ones: the later a stage starts, the fewer it has.
+        """Return layers for stages that run far ahead of later stages. A stage that starts later has fewer layers.
 
-        For a given step time, stage after stage gets as many layers as it can compute from the arrival of the first
-        micro-batch until the last gradients must leave. Of all step times that assign all layers, the least is used.
+        For a given step time, each stage in turn gets as many layers as it can compute between the arrival of its first
+        micro-batch and the time when its last gradients must leave. The shortest step time that assigns all layers is
+        used.
         """
-        delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # with one and with two layers per stage
+        delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # rows: one layer, two layers per stage
         for d in self._times:
             passes = d.compute()[:, :, 0]
             delay = np.maximum(delay, passes + d.ready[:, :, 0])  # seconds by which a stage delays later ones
@@ -156,7 +160,7 @@ class LayerSplitter:
 
 def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
     """Return the seconds of a step in which each stage computes or reduces gradients, (layer splits, S).
-    The reduction overlaps with the last backward pass, and counts in place of it."""
+    The last backward pass is not counted, because the reduction overlaps with it."""
     busy_s = [(d.compute() * micro_batches - d.backward + d.reduce).sum(axis=2) for d in times]
     return np.asarray(np.max(busy_s, axis=0))
 
@@ -192,7 +196,7 @@ def _least_of_first_stage(layout: Layout) -> int:
 
 
 def _max_layers(layout: Layout, max_gib: float | None) -> np.ndarray:
-    """Return the layers that fit on each stage, (S,). Its memory grows linearly with the layers of a chunk."""
+    """Return the most layers of each stage that fit in memory, (S,). Memory grows linearly with layers per chunk."""
     chunks = layout.parallel.virtual_stages
     splits = _one_and_two_layers(layout)
     with_one, with_two = memory(layout, splits).total()
@@ -202,7 +206,8 @@ def _max_layers(layout: Layout, max_gib: float | None) -> np.ndarray:
 
 
 def exact_layers(layout: Layout, start: np.ndarray, max_gib: float | None = None, max_moves: int = 50) -> np.ndarray:
-    """Move single layers between stages, from `start`, while the simulated step gets shorter and memory allows."""
+    """Return layers after moves of single layers between stages, beginning with the layers `start`.
+    Moves continue as long as the simulated step gets shorter and the layers fit, but at most `max_moves` times."""
     if layout.parallel.pp == 1:
         return start
     best, max_layers = start, _max_layers(layout, max_gib)
@@ -245,20 +250,20 @@ def may_front_load(layout: Layout) -> bool:
 
 
 def deepen(layout: Layout, extra: list[int]) -> Layout:
-    """Return the layout with more passes in flight: each stage runs `extra[s]` passes further ahead of the next one."""
+    """Return the layout with more passes in flight: stage s runs `extra[s]` passes further ahead of stage s + 1."""
     p, micro_batches = layout.parallel, layout.order.micro_batches
     base = layout.order.schedule.in_flight(p.pp, micro_batches, p.virtual_stages)
     depths = tuple(min(micro_batches * p.virtual_stages, b + sum(extra[s:])) for s, b in enumerate(base))
-    order = replace(layout.order, in_flight=depths)  # its `depths` keep the limits
+    order = replace(layout.order, in_flight=depths)  # `Order.depths` applies the limits of the order
     in_flight = tuple(order.depths[s] for s in range(p.pp))
     return layout.with_settings(replace(layout.schedule, in_flight=in_flight))
 
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
-    """Return each stage's extra passes in flight, as :func:`deepen` takes them, that hide transfers to the next stage.
+    """Return the values of `extra` for :func:`deepen` that hide the transfers of each stage to the next stage and back.
 
-    They are zero with virtual stages: a stage further ahead of the last one would only wait longer for it, over the
-    wrap-around edge.
+    With virtual stages they are zero. Their wrap-around edge makes every stage wait for the last stage, so a stage that
+    runs further ahead would only wait longer.
     """
     p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)
@@ -273,17 +278,17 @@ def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
 
 
 def round_trips_s(layout: Layout) -> list[float]:
-    """Return the seconds of one stage transfer down and one up over each edge."""
+    """Return, for each edge, the sum of the seconds of one stage transfer down and one stage transfer up."""
     times = edge_times(layout)
     return [sum(down) + sum(up) for down, up in zip(times.down, times.up, strict=True)]
 
 
 @memoised("bucket_bytes")
 def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return (seconds that a stage is busy in a step, seconds by which it delays the next stage), (layers, S) each.
+    """Return (busy seconds of each stage in a step, seconds by which each stage delays the next), (layers, S) each.
 
-    Both are tables by the stage's number of layers, from one to all. A stage is busy with its replicas' largest share
-    of the micro-batches and with exposed gradient and parameter traffic.
+    Row n - 1 is for n layers in the stage. The busy time is the compute time of the replica with most micro-batches
+    plus exposed gradient and parameter traffic.
     """
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
     shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
@@ -292,7 +297,8 @@ def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def balanced_layers(layout: Layout) -> np.ndarray:
-    """Return the layers that minimize the time of the busiest stage: each goes to the stage that is then least busy."""
+    """Return the layers that minimize the busy time of the busiest stage.
+    Each layer in turn goes to the stage with the shortest busy time after the addition."""
     busy_s, counts = busy_seconds(layout)[0], [1] * layout.parallel.pp
     for _ in range(layout.model.layers - len(counts)):
         least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])  # with one layer more
@@ -301,7 +307,7 @@ def balanced_layers(layout: Layout) -> np.ndarray:
 
 
 def front_loaded_layers(layout: Layout) -> np.ndarray:
-    """Return layers for stages that run far ahead of later ones, as :meth:`LayerSplitter.front_loaded` does."""
+    """Return layers for stages that run far ahead of later stages, as :meth:`LayerSplitter.front_loaded` does."""
     busy_s, delay_s = busy_seconds(layout)
     transfers_s = [0.0, *round_trips_s(layout)]
 

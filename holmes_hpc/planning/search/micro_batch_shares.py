@@ -1,7 +1,7 @@
-"""The best layout that shares every step's micro-batches among unlike pools of one fabric.
+"""The best layout that shares the micro-batches of a step among different pools of one fabric.
 
-Each pool runs whole pipelines, and each pipeline gets micro-batches in proportion to its speed. Data parallelism then
-goes by RDMA across the pools, so no layer has to cross them.
+Each pool runs whole pipelines, and each pipeline gets micro-batches in proportion to its speed. The pools exchange
+gradients and parameters by RDMA, and no pipeline crosses pools.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ from holmes_hpc.planning.search.problem import (
     tp_sizes,
 )
 
-MAX_STAGES = 16  # of a pipeline inside one pool
+MAX_STAGES = 16  # the most stages of a pipeline
 
-# Plan options with the values under which pools may share a step.
+# Plan options with the values under which pools may share the micro-batches of a step.
 _FREE_VALUES = {name: values for name, values in FREE_VALUES.items() if name not in ("dp", "pool_order", "partition")}
 _FREE_VALUES |= {"strategy": ("auto", "hierarchical-dp"), "unequal": ("auto", "true")}
 
@@ -46,7 +46,8 @@ _FREE_VALUES |= {"strategy": ("auto", "hierarchical-dp"), "unequal": ("auto", "t
 def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution | None:
     """Return the layout with the shortest step on several pools of one fabric.
 
-    None if no fabric has several, or the options exclude them. `clock`: its limit applies once there is a layout."""
+    Return None if no such layout is possible, or if the options exclude it. The time limit of `clock` applies only
+    after a first layout is found."""
     clock = clock or Clock()
     options = problem.options
     if conflicting_option(options, problem.costs, _FREE_VALUES):
@@ -77,8 +78,8 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution 
 
 
 def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[Solution]:
-    """Yield the layouts that fit: for each micro-batch size, TP and PP, the one with least recomputation.
-    Those whose layers alone take `limit_s` are left out."""
+    """Yield, for each micro-batch size, TP and PP, the layout with the least recomputation that fits in memory.
+    Sizes at which the layers alone take `limit_s` seconds or more are left out."""
     model, batch, _, options, costs = problem
     recomputations = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     for micro_size in micro_sizes(batch, options) if not batch.global_size % batch.micro_size else ():
@@ -104,9 +105,10 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
 def _layout(
     problem: Problem, pools: Sequence[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
 ) -> Layout | None:
-    """Return the layout with the most pipelines of `pp` stages such that those of each pool fill whole nodes.
+    """Return the layout with the most pipelines of `pp` stages that fill whole nodes in each pool.
 
-    None if a pool gets no pipeline, or a pipeline no micro-batch."""
+    Return None if a pool gets no pipeline, if not all user-fixed nodes are used, or if a pipeline gets no micro-batch.
+    """
     model, batch, _, _, costs = problem
     components, speeds = list[Component](), list[float]()
     batch = replace(batch, micro_size=micro_size)

@@ -1,7 +1,7 @@
 """The best layout with per-stage TP/DP: each stage has its own nodes, TP and DP.
 
-The most promising shapes (stage_shapes.py) are simulated. For the best of them, bucket size, depth and layers change
-one at a time while the simulated step gets shorter.
+The most promising shapes (stage_shapes.py) are simulated. For the best shapes, bucket size, passes in flight and layers
+then change one at a time, as long as the simulated step gets shorter.
 """
 
 from collections.abc import Iterator, Mapping
@@ -60,7 +60,8 @@ FREE_VALUES: dict[str, tuple[Any, ...]] = {
 def conflicting_option(
     options: PlanOptions, costs: Costs, free_values: Mapping[str, tuple[Any, ...]] = FREE_VALUES
 ) -> str | None:
-    """Return the first option, as KEY=VALUE, with another value than its `free_values`; None if there is none."""
+    """Return the first option, as KEY=VALUE, whose value is not among its `free_values`; None if nothing conflicts.
+    Sharding of more than the optimizer conflicts, too."""
     for name, values in free_values.items():
         if (value := getattr(options, name)) not in values:
             return f"plan.{name}={value}"
@@ -69,7 +70,11 @@ def conflicting_option(
 
 @dataclass(frozen=True)
 class Effort:
-    """The most passes to simulate: for all shapes, their neighbours, the refinement of all variants, and of one."""
+    """The most passes to simulate in each part of the search.
+
+    `shapes`: for the shapes with the shortest estimates. `neighbours`: for neighbours of the best shapes. `refinement`:
+    to refine all variants. `per_variant`: to refine one variant.
+    """
 
     shapes: int
     neighbours: int
@@ -89,11 +94,11 @@ class Variant(Solution):
 
     @property
     def passes(self) -> int:
-        """The number of passes that one simulation takes."""
+        """The number of passes in one simulated step."""
         return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
 
     def simulate(self, layers: np.ndarray | None = None, **changes: Any) -> "Variant":
-        """Return the variant with other layers, depths or buckets, and its seconds."""
+        """Return the variant with its simulated step time. `layers`, `changes`: new layers, and new layout settings."""
         layout = self.layout.with_settings(**changes) if changes else self.layout
         layers = self.layers if layers is None else layers
         return replace(self, layout=layout, layers=layers, seconds=float(step_s(layout, layers)[0]))
@@ -109,17 +114,17 @@ class _Simulated:
     passes: int = 0
 
     def least_s(self, default: float = inf) -> float:
-        """Return the seconds of the shortest step so far."""
+        """Return the seconds of the shortest step so far, or `default` before the first simulation."""
         return min((v.seconds for v in self.variants), default=default)
 
     def is_over(self, max_passes: int) -> bool:
-        """Return whether `max_passes` or the time limit is reached."""
+        """Return whether more than `max_passes` are simulated, or the time limit is reached."""
         return self.passes > max_passes or bool(self.variants and self.clock.is_over())
 
 
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
-    """Return the variants with the shortest steps, the shortest first.
-    The list is empty if no shape is estimated to take less than `max_s`."""
+    """Return all simulated and refined variants, the shortest step first.
+    The list is empty if no shape that fits in memory promises a step below `max_s` seconds."""
     options, done, available = problem.options, _Simulated(clock), available_pools(problem.site, problem.options)
 
     def simulate(shape: Shape) -> None:
@@ -154,9 +159,9 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
 
 
 def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, effort: Effort) -> list[Variant]:
-    """Return the candidates, and refined versions of those near the best, the shortest first.
+    """Return the candidates and refined versions of the candidates near the best, the shortest step first.
 
-    The best on each set of pools is refined before the others."""
+    The best candidate on each set of pools is refined before all other candidates."""
     refined, passes_left = list[Variant](), effort.refinement
     first_on_pools = {pools_of(v.shape.stages): v for v in reversed(candidates)}
     for candidate in sorted(candidates, key=lambda v: first_on_pools[pools_of(v.shape.stages)] is not v):
@@ -173,9 +178,9 @@ def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, e
 
 
 def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape) -> Variant | None:
-    """Return a shape with balanced layers, and with the passes in flight that hide the transfers if memory allows.
+    """Return a variant with balanced layers and, if memory allows, the passes in flight that hide the transfers.
 
-    Return None if it does not fit without them.
+    Return None if the shape has no valid layout, or does not fit in memory even with the fewest passes in flight.
     """
     components, sizes, max_gib = list[Component](), list[StageParallel](), problem.options.max_memory_gib
     for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):
@@ -201,9 +206,9 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
 
 
 def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
-    """Return the layout with the passes in flight that hide the transfers and `extra` more.
+    """Return the layout with the passes in flight that hide the transfers, plus `extra` passes at each transfer.
 
-    A replica has no more passes in flight than it has micro-batches.
+    A replica never has more passes in flight than micro-batches.
     """
     order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
     extras = tuple(hiding + extra * (s < pp - 1) for s, hiding in enumerate(_hiding_depths(layout, layers)))
@@ -222,7 +227,8 @@ def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
 
 
 def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | None:
-    """Return the variant with front-loaded layers, as deep as memory allows; None if the layers are the same."""
+    """Return the variant with front-loaded layers and as many passes in flight as memory allows.
+    Return None if the layers stay the same, or if they do not fit in memory."""
     layers = front_loaded_layers(balanced.layout)
     if np.array_equal(layers, balanced.layers):
         return None
@@ -232,9 +238,10 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
 
 
 def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:
-    """Return (a variant of `first` with a shorter step, or `first`; the number of passes simulated).
+    """Return (`first`, or a changed version of it with a shorter step; the number of passes simulated).
 
-    Bucket size, depth and layers change one at a time as long as a change helps and `passes` passes are not exceeded.
+    Bucket size, passes in flight and layers change one at a time, as long as a change makes the step shorter. `passes`:
+    the most passes to simulate.
     """
     best, simulations_left = first, passes // first.passes
 
@@ -282,9 +289,9 @@ def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
 
 
 def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield moves of one layer to another stage, ordered by the busiest stage after the move.
+    """Yield changes that move one layer to another stage, ordered by the time of the busiest stage after the move.
 
-    A move that does not fit in memory changes the passes in flight to those that hide the transfers."""
+    If a move does not fit in memory, it is tried with only the passes in flight that hide the transfers."""
     busy_s, counts = busy_seconds(variant.layout)[0], variant.layers[0, :, 0].tolist()
 
     def busiest_first(layers: list[int]) -> list[float]:

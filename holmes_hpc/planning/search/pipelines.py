@@ -1,9 +1,10 @@
 """Pipeline placements: each pool holds consecutive stages.
 
-Every stage is a block of TP x DP GPUs, so a pool holds at most a fixed number of stages. The longest time tau that a
-stage computes for one micro-batch decides how good a placement is. For each tau that a whole number of layers can take,
-each choice of pools is filled with stages until all layers are assigned. Fewer stages would lengthen tau; more would
-only lengthen the pipeline's fill. If a choice has few combinations of stage counts, all of them are listed instead.
+Every stage is a block of TP x DP GPUs, so a pool holds at most a fixed number of stages. The quality of a placement
+depends on tau, the longest time that any stage computes for one micro-batch. For each tau that a whole number of layers
+can take, each choice of pools is filled with stages until all layers are assigned. Fewer stages would lengthen tau.
+More stages would only take longer to fill the pipeline. If a choice of pools has at most FEW_COMBINATIONS combinations
+of stage counts, all combinations are tried instead.
 """
 
 from collections.abc import Iterator
@@ -18,8 +19,8 @@ from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import is_allowed
 
 FEW_COMBINATIONS = 512  # up to this number of combinations of stage counts on a choice of pools, all are listed
-MAX_PLACEMENTS = 32  # of one TP, DP and micro-batch size
-PLACEMENTS_PER_CHOICE = 2  # besides those: of each pool alone, each pair and all pools
+MAX_PLACEMENTS = 32  # the most placements of one TP, DP and micro-batch size
+PLACEMENTS_PER_CHOICE = 2  # the best placements on each single pool, each pair and all pools are always added
 FRONT_LOADED_SHARE = 0.5  # the least share of data-parallel traffic that remains if the first stages have more layers
 
 
@@ -57,13 +58,14 @@ def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 
 
 def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
-    """Return the indices of the shortest estimates, and of the best of each pool, each pair and all, shortest first.
+    """Return the indices of the placements to keep, the shortest estimate first.
 
-    `counts`: the stages of each pool, (placements, P). `seconds`: the estimates, (placements,).
+    They are the best placements of all, and the best on each single pool, each pair of pools and all pools. `counts`:
+    the stages of each pool, (placements, P). `seconds`: the estimates, (placements,).
     """
     order, used, pool_count = np.argsort(seconds, kind="stable"), counts > 0, counts.shape[1]
     selected = [order[:MAX_PLACEMENTS]]
-    choices = (used @ (1 << np.arange(pool_count)))[order]  # the pools of each placement, a bit for each
+    choices = (used @ (1 << np.arange(pool_count)))[order]  # the pools of each placement, one bit per pool
     for choice in np.unique(choices):
         with_choice = order[choices == choice]
         if is_always_tried(int(used[with_choice[0]].sum()), pool_count):
@@ -75,11 +77,12 @@ def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
 def _filled(
     costs: PoolCosts, dp: int, maxima: np.ndarray, units: np.ndarray, limit: Limit
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (stages of each pool, (placements, P); tau, (placements,)) within the limit.
+    """Return the placements within `limit` as (stages of each pool, (placements, P); tau, (placements,)).
 
-    All stage counts of a choice of pools are listed if they are few. Else, for each tau, the choice is filled with
-    stages that take at most tau, the fastest pool first. Each of its pools in turn is the last one, which need not be
-    full. `maxima`, `units`: as in :func:`pipelines`.
+    If a choice of pools has few combinations of stage counts, all that hold all layers are returned. Otherwise, for
+    each tau, the pools are filled with stages that take at most tau, the fastest pool first. This is repeated with each
+    pool of the choice as the last one, which need not be full. `maxima`: the most stages of each pool. `units`: the
+    fewest stages of each pool that fill whole nodes.
     """
     all_counts, all_taus, pool_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
     layers_per_s, micro_batches = (maxima / costs.layer_s).tolist(), costs.micro_batches // dp
@@ -116,22 +119,22 @@ def _filled(
     counts, tau = np.concatenate(all_counts), np.concatenate(all_taus)
     by_tau = np.argsort(tau, kind="stable")
     codes = counts @ (costs.layers + 1.0) ** np.arange(pool_count)  # equal for equal stage counts
-    unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # of equal stage counts, those with the least tau
+    unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # the least tau for each stage counts
     return counts[unique], tau[unique]
 
 
 def _least_tau(costs: PoolCosts, counts: np.ndarray) -> np.ndarray:
-    """Return the least time of the slowest stage with whole layers, (placements,); infinite if none is enough."""
+    """Return the least tau at which the stages hold all layers, (placements,); infinite if no tau is long enough."""
     is_enough = np.minimum(costs.layers_in_tau, costs.layers) @ counts.T >= costs.layers  # (T, placements)
     return np.where(is_enough.any(axis=0), costs.taus[np.argmax(is_enough, axis=0)], np.inf)
 
 
 def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:
-    """Estimate the step time of each placement; infinite if the weights alone do not fit."""
+    """Estimate the step time of each placement; infinite if layers do not fit in memory even without activations."""
     stages, micro_batches, used = counts.sum(axis=1), costs.micro_batches // dp, counts > 0
     reduce, gather = costs.sync_s(dp)
     layers = tau[:, None] / costs.layer_s * used  # that a stage of each pool can compute in tau
-    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]  # at most all
+    layers *= np.minimum(1, costs.layers / np.maximum((layers * counts).sum(axis=1), 1e-9))[:, None]  # no more than all
     inside, between = costs.cached(costs.transfers_s, dp)
     slowest_edge, all_edges = spanning_tree_edges(between, used)
     round_trip = 2 * ((counts * inside).sum(axis=1) + all_edges)

@@ -24,7 +24,8 @@ from holmes_hpc.results.loading.steps import NO_STEPS
 
 FILES = ("run.yaml", "plan.yaml", "metrics.jsonl", "result.json")  # the files that a run's row and steps come from
 RUNS_PER_PAIR = 500
-MAX_PAIRS = 20  # pairs that are not full; above this, all are merged, because each load of changed runs adds a pair
+# Each load of changed runs adds a pair of files. All pairs are merged when more than this number are not full.
+MAX_PAIRS = 20
 READER_VERSION = 8  # increment it to discard caches when this release reads the same files differently
 SCHEMA = pa.schema(
     [
@@ -48,9 +49,9 @@ class _Pair:
 class Loaded:
     """The requested runs and their steps.
 
-    `runs`: a row per requested run, in the order of the request. `steps`: a row per step, of these runs and of others
-    that are in the same files. The steps of the run in row i of `runs` are ``counts[i]`` rows of `steps`, of which the
-    first one is row ``starts[i]``."""
+    `runs`: a row per requested run, in the order of the request. `steps`: a row per step of these runs, and of other
+    runs in the same files. `starts`, `counts`: run i has ``counts[i]`` steps; its first step is row ``starts[i]`` of
+    `steps`."""
 
     runs: pa.Table
     steps: pa.Table
@@ -82,10 +83,10 @@ def fingerprint(directory: str) -> str:
 
 
 def load(folder: Path, run_dirs: Sequence[tuple[str, str]]) -> Loaded:
-    """Return the runs in `run_dirs`, pairs of (key, directory), from the cache in `folder`. Read and cache new and
-    changed runs.
+    """Return the runs in `run_dirs` from the cache in `folder`. Read new and changed runs into the cache first.
 
-    Raise OSError or ArrowException if another process removed files meanwhile, or if the disk is full."""
+    `run_dirs`: (key, directory) of each run. Raise OSError or ArrowException if another process removes files of the
+    cache meanwhile, or if the disk is full."""
     fingerprints = {key: fingerprint(directory) for key, directory in run_dirs}
     pairs = _cached_pairs(folder)
     cached = {(key, stamp) for pair in pairs for key, stamp in _fingerprints(pair.runs)}
@@ -111,10 +112,10 @@ def _read(key: str, directory: str) -> tuple[dict[str, Any], pa.Table]:
 
 
 def _select(pairs: list[_Pair], fingerprints: dict[str, str], new_keys: set[str]) -> tuple[Loaded, list[_Pair]]:
-    """Return (runs in `fingerprints`, pairs that hold them). `fingerprints`: {key of a run: its present fingerprint}.
+    """Return (runs in `fingerprints`, pairs that hold them). `fingerprints`: {key of a run: its current fingerprint}.
 
-    A row counts if it has the present fingerprint. `new_keys`: runs that were just read, whose last row counts even if
-    its fingerprint differs, because the run may have changed while it was read."""
+    A row is used if its fingerprint is the current one. `new_keys`: keys of runs that were just read. The last row of
+    such a run is used even if its fingerprint differs, because the run may have changed while it was read."""
     if not fingerprints:
         return Loaded(SCHEMA.empty_table(), NO_STEPS.table(), *np.zeros((2, 0), dtype=np.int64)), []
     runs = pa.concat_tables([pair.runs for pair in pairs])
@@ -135,7 +136,7 @@ def _fingerprints(runs: pa.Table) -> list[tuple[str, str]]:
 
 
 def _cached_pairs(folder: Path) -> list[_Pair]:
-    """Return the readable pairs of files in `folder`. Others are ignored, so that their runs are read again."""
+    """Return the readable pairs of files in `folder`. The runs of unreadable pairs are read again later."""
     pairs = []
     for path in sorted(folder.glob("runs-*.arrow")):
         name = path.stem.removeprefix("runs-")
@@ -151,7 +152,9 @@ def _map_table(path: Path) -> pa.Table:
 
 
 def _write(folder: Path, runs: pa.Table, steps: pa.Table) -> _Pair:
-    """Write the tables to a new pair of files and return it. `runs-*` is last, so that readers see both or none."""
+    """Write the tables to a new pair of files and return it.
+
+    The file `runs-*` is written last, so that readers see both files or neither."""
     name = uuid.uuid4().hex[:16]
     for kind, table in (("steps", steps), ("runs", runs)):
         temporary = folder / f".{kind}-{name}"

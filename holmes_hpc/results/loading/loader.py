@@ -1,11 +1,11 @@
-"""Run directories as tables: `load_runs` has one row per run, `load_steps` per step, `load_stages` per stage.
+"""Tables of run directories: one row per run (`load_runs`), per step (`load_steps`) or per stage (`load_stages`).
 
     runs = load_runs("runs/sweep-20250101-120000")
     runs[runs.state == "completed"].groupby("environment").samples_per_s.median()
 
 `path` is a run, a directory of runs, a Hydra multirun tree or a sweep. Completed, failed, active and unreadable runs
-all have a row. holmes_hpc/results/columns.yaml describes the columns. More than a few runs are cached in
-`.holmes-cache/` under `path`, if that is writable. A run is read again when its files have changed."""
+all have a row. holmes_hpc/results/columns.yaml describes the columns. MIN_CACHED_RUNS or more runs are cached in the
+directory `.holmes-cache/` below `path`, if it is writable. A cached run is read again when its files have changed."""
 
 import json
 import os
@@ -38,10 +38,10 @@ PathLike = str | os.PathLike[str]
 
 
 def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """Return one row per run at or below `path`, in order of path, with RUN_COLUMNS and the columns of FAMILIES.
+    """Return one row per run at or below `path`, sorted by path, with RUN_COLUMNS and the columns of FAMILIES.
 
-    `path`: a run, a directory of runs or a sweep; `cache`: whether to use `.holmes-cache/` below it. Raise RecordError
-    if `path` does not exist."""
+    `path`: a run, a directory of runs or a sweep; `cache`: whether to use `.holmes-cache/` below `path`. Raise
+    RecordError if `path` does not exist."""
     run_dirs = _directories(Path(path))
     table = _load(Path(path), run_dirs, cache).runs
     frame = table.select(list(RUN_COLUMNS)).to_pandas(
@@ -62,8 +62,9 @@ def load_steps(
 ) -> pd.DataFrame:
     """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per network.
 
-    `columns`: only these, besides `run` and `step`; `runs`: only these (values of the column `run`); `path`, `cache`:
-    see :func:`load_runs`. Raise ConfigError for an unknown run or column."""
+    `columns`: the columns to return in addition to `run` and `step`; `runs`: the runs to return, as values of the
+    column `run`. None selects all. `path`, `cache`: see :func:`load_runs`. Raise ConfigError for an unknown run or
+    column."""
     run_dirs = _directories(Path(path))
     loaded = _load(Path(path), run_dirs, cache)
     keys = [key for key, _ in run_dirs]
@@ -79,8 +80,10 @@ def load_steps(
 
 
 def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
-    """Return the names of the requested columns of `steps`, in the order of the request; by default STEP_COLUMNS, then
-    tx_ and then rx_ columns. Raise ConfigError for an unknown name."""
+    """Return the names of the `requested` columns of `steps`, in the requested order.
+
+    If `requested` is None, return STEP_COLUMNS, followed by the columns tx_* and rx_*. Raise ConfigError for an unknown
+    name."""
     documented = [name for name in STEP_COLUMNS if name != "run"]
     names = [*documented, *sorted(set(steps.column_names) - set(documented), key=lambda name: (name[:1] != "t", name))]
     if requested is None:
@@ -90,8 +93,9 @@ def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
 
 
 def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
-    """Return one row per pipeline stage of every run with steps, with STAGE_COLUMNS: medians of the parts of a step.
-    `path`, `cache`: see :func:`load_runs`."""
+    """Return one row per pipeline stage of every run that recorded steps, with STAGE_COLUMNS.
+
+    The values are medians over steps, in seconds, of each part of a step. `path`, `cache`: see :func:`load_runs`."""
     runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
     stages = [(run["run"], stage, parts) for run in records for stage, parts in enumerate(stage_breakdown(run))]
@@ -102,7 +106,7 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
 
 
 def _load(root: Path, run_dirs: Sequence[tuple[str, str]], cache: bool) -> run_cache.Loaded:
-    """Return the runs in `run_dirs`. If `cache`, use the cache below `root`, unless it is unusable."""
+    """Return the runs in `run_dirs`. Use the cache below `root` if `cache` is true and the cache is usable."""
     if cache and len(run_dirs) >= MIN_CACHED_RUNS:
         folder = root / CACHE
         try:

@@ -27,9 +27,10 @@ START_RESOLUTION = timedelta(seconds=1)  # recorded start times are rounded down
 
 
 def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
-    """Return the row of one run (RUN_COLUMNS, and FAMILIES as JSON texts) and its steps. `key`: the column `run`.
+    """Return the row of one run in the table of runs, and the run's steps. `key`: value of the column `run`.
 
-    An unreadable run has a row with its error, and no steps."""
+    The row has RUN_COLUMNS and, as JSON texts, FAMILIES. The row of an unreadable run holds an error message, and the
+    result has no steps."""
     row: dict[str, Any] = dict.fromkeys([*RUN_COLUMNS, *FAMILIES])
     row.update(run=key, path=plain_name(run.path), name=plain_name(run.name))
     try:
@@ -49,7 +50,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     except (TypeError, ValueError, AttributeError, OverflowError, HolmesError) as e:
         message = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
         row.update(state="unreadable", error=message)
-        return row, NO_STEPS  # the row counts no steps
+        return row, NO_STEPS  # `steps` of the row is not set, so it must have no steps
     row["plan_id"] = text(record.get("plan_id"))
     row["missing"] = "; ".join(_missing(record, steps)) or None
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, result)])) or None
@@ -73,14 +74,14 @@ def plain_name(path: str | Path) -> str:
 
 
 def _missing(record: dict[str, Any], steps: Steps) -> Iterator[str]:
-    """Yield a text for each file that lacks fields (``run.yaml: hosts, nics``); none for a run without steps."""
+    """Yield a text such as ``run.yaml: hosts, nics`` for each file that lacks fields. Skip runs without steps."""
     for file, fields in (("run.yaml", missing_fields(record)), ("metrics.jsonl", steps.missing)):
         if fields and len(steps):
             yield f"{file}: {', '.join(fields)}"
 
 
 def _damage(row: dict[str, Any], steps: Steps, plan: dict[str, Any], result: dict[str, Any] | None) -> Iterator[str]:
-    """Yield an error message for each file of a run that cannot be read, or only in part."""
+    """Yield an error message for each file of a run that is wholly or partly unreadable."""
     if steps.broken:
         yield f"metrics.jsonl: {counted(steps.broken, 'line')} cannot be read"
     if not len(steps) and mapping((result or {}).get("final")).get("step"):
@@ -135,7 +136,9 @@ def _two_levels(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(steps: Steps) -> dict[str, Any]:
-    """Return the columns that are computed from a run's steps: those after warm-up and under its present plan."""
+    """Return the columns that are computed from a run's steps.
+
+    Losses and peak memory cover all steps. All other figures exclude warm-up steps and steps under an earlier plan."""
     count, included = len(steps), slice(steps.left_out, None)
     if count == steps.earlier:
         return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
@@ -167,7 +170,7 @@ def _last(values: Floats) -> float:
 
 
 def _medians(values: Floats) -> Floats:
-    """Return the median of each row of a matrix, in which NaN values do not count; NaN if a row has no others."""
+    """Return the median of each row of a matrix, ignoring NaN values; NaN for a row that has only NaN values."""
     ordered, count = np.sort(values, axis=1), (~np.isnan(values)).sum(axis=1, keepdims=True)  # NaN comes last
     middle_pairs = np.take_along_axis(ordered, np.concatenate([(count - 1) // 2, count // 2], axis=1), axis=1)
     return np.asarray(middle_pairs.mean(axis=1))

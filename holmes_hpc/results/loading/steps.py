@@ -1,6 +1,6 @@
 """The metrics of one run as arrays.
 
-pyarrow reads metrics.jsonl, or the slower reader of `records` if a line is broken or unusual."""
+pyarrow reads metrics.jsonl. If a line is broken or unusual, the slower reader in `records` reads the file instead."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,11 +37,11 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Steps:
-    """The metrics of one run's steps, each step once, in order. NaN: not recorded.
+    """The metrics of one run's steps, in order and without repeated steps. NaN stands for a value not recorded.
 
     Shapes: `scalars`: {field: [steps]}; `breakdown`: [parts, stages, steps], in seconds; `tx`, `rx`: {fabric or
-    ethernet: [steps]}, in bytes. `peak`: the maximum memory over ranks and steps, in bytes. `earlier`: the number of
-    first steps, which ran under an earlier plan; then follow `warmup` steps. `broken`: the number of unreadable lines.
+    ethernet: [steps]}, in bytes. `peak`: the maximum memory over ranks and steps, in bytes. `earlier`: how many steps
+    at the start ran under an earlier plan (the `warmup` steps follow them). `broken`: the number of unreadable lines.
     `missing`: fields that every line should have and no line has."""
 
     step: NDArray[np.int64]
@@ -60,7 +60,7 @@ class Steps:
 
     @cached_property
     def means(self) -> Floats:
-        """The mean of the breakdown over stages, [parts, steps]. NaN does not count."""
+        """The mean of `breakdown` over stages, ignoring NaN values, as an array [parts, steps]."""
         with np.errstate(invalid="ignore"):
             return np.asarray(np.nansum(self.breakdown, axis=1) / (~np.isnan(self.breakdown)).sum(axis=1))
 
@@ -71,11 +71,11 @@ class Steps:
 
     @property
     def left_out(self) -> int:
-        """The number of first steps that do not count: those under an earlier plan, and warm-up steps."""
+        """The number of steps at the start that figures exclude: steps under an earlier plan, and warm-up steps."""
         return self.earlier + self.warmup
 
     def table(self) -> pa.Table:
-        """Return a table: STEP_COLUMNS without `run`, then the bytes per network."""
+        """Return the steps as a table with STEP_COLUMNS (without `run`), followed by the bytes per network."""
         columns: dict[str, Any] = {**self.scalars, **dict(zip(PARTS, self.means, strict=True))}
         columns |= {"step": self.step, "attempt": self.attempt, "warmup": np.arange(len(self)) < self.left_out}
         kinds = {name: ARROW[kind] for name, (kind, _) in STEP_COLUMNS.items() if name != "run"}
@@ -88,7 +88,8 @@ class Steps:
 def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
     """Return the steps of a run. Steps of attempts before `first_attempt` belong to an earlier plan.
 
-    Broken lines are left out and counted; missing values become NaN. Of a repeated step, the last attempt's counts."""
+    Broken lines are left out and counted. Missing values become NaN. If several attempts ran a step, the result has the
+    step of the last attempt."""
     data = run.metrics_bytes()
     data = data[: data.rfind(b"\n") + 1]
     try:
@@ -105,10 +106,10 @@ class _UnusualLines(Exception):
 
 
 def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
-    """Return the steps in `data`, complete lines of metrics.jsonl. `broken`: see :class:`Steps`.
+    """Return the steps in `data`, which holds complete lines of metrics.jsonl. `broken`: see :class:`Steps`.
 
-    Raise ArrowException if a line is broken or has a value of another type, _UnusualLines if a step is repeated or
-    missing."""
+    Raise ArrowException if a line is broken or has a value of the wrong type. Raise _UnusualLines if a step is repeated
+    or missing."""
     lines = LINE.empty_table()
     if data:
         options = arrow_json.ReadOptions(use_threads=False, block_size=len(data))
@@ -148,7 +149,9 @@ def _breakdown(lines: pa.Table) -> Floats:
 
 
 def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
-    """Return the bytes as {tx or rx: {fabric or ethernet: [steps]}}: 0 where a line's `nic_bytes` omits a network."""
+    """Return the bytes as {tx or rx: {fabric or ethernet: [steps]}}.
+
+    If a line's `nic_bytes` omits a network, that network sent and received 0 bytes in the step."""
     counts: dict[str, dict[str, Floats]] = {direction: {} for direction in DIRECTIONS}
     if "nic_bytes" not in lines.column_names or not pa.types.is_struct(lines["nic_bytes"].type):
         return counts
@@ -193,4 +196,4 @@ def _number(value: Any) -> float | None:
     return None if math.isnan(converted) else converted
 
 
-NO_STEPS = _steps(b"", 1)  # of a run that has made none
+NO_STEPS = _steps(b"", 1)  # the result for a run without steps

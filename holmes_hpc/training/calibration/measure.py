@@ -1,9 +1,9 @@
-"""The calibration of one rank: train some steps, then measure their parts, layers of other shapes, and the networks.
+"""The calibration of one rank: train some steps, then measure the parts of a step, layers of other shapes, networks.
 
-All ranks measure at once, under the conditions of training: in the plan's groups, with the model's layers (also with
-emulated compute). Other shapes are other micro-batch sizes and sequence lengths. Rank 0 writes the results of each
-pool to ``calibration.yaml`` in the run directory. Once SHAPES_S have passed after the steps, other shapes are omitted;
-after DEADLINE_S, the Ethernet between pools.
+All ranks measure at the same time and as in training: with the plan's process groups and the model's layers (emulated
+layers, if set). Other shapes are other micro-batch sizes and sequence lengths. Rank 0 writes the results of each pool
+to ``calibration.yaml`` in the run directory. SHAPES_S seconds after the training steps, the remaining shapes are
+omitted. DEADLINE_S seconds after these steps, the Ethernet between pools is omitted too.
 """
 
 import math
@@ -41,9 +41,9 @@ from holmes_hpc.training.session import Session, run_in_session
 FILE = "calibration.yaml"
 WARM_UP = 3  # steps, or passes through a layer
 PART_REPEATS = 12
-DEADLINE_S, SHAPES_S = 150.0, 75.0  # time limits after the steps: of all optional measurements, of other shapes
-MAX_TOKEN_RATIO = 4  # of another shape to the plan's micro-batch, so that a layer fits into the memory of a stage
-PASS = "pass"  # name of the time that a pass takes beyond its parts
+DEADLINE_S, SHAPES_S = 150.0, 75.0  # limits after the steps: of all optional measurements and of other shapes
+MAX_TOKEN_RATIO = 4  # limit of another shape's tokens / the plan's, so that a layer fits into a stage's memory
+PASS = "pass"  # name of the time that a pass takes beyond the sum of its parts
 Shape = tuple[int, int]  # micro-batch size, sequence length
 Times = dict[tuple[str, Shape], tuple[float, float]]  # (name of a part or PASS, shape) -> seconds (forward, backward)
 
@@ -87,8 +87,9 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
 
 
 def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
-    """Return this rank's median seconds of a transformer layer in several shapes, of its embedding and its head, and
-    the rest of a pass (PASS). All ranks call it."""
+    """Return the median seconds of each part of this rank. All ranks call it.
+
+    The parts are a transformer layer (in several shapes), the embedding, the head, and the rest of a pass (PASS)."""
     plan_shape = trainer.plan.batch.micro_size, trainer.plan.batch.sequence_length
     positions = torch.arange(plan_shape[1], device=trainer.session.device).repeat(plan_shape[0], 1)
     tokens = positions % trainer.plan.model.vocab
@@ -130,8 +131,9 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
 
 
 def other_shapes(plan: Plan) -> list[Shape]:
-    """Return layer shapes besides the plan's, the most informative first: other micro-batch sizes, shorter sequences.
-    Longer sequences could exceed the model's positions."""
+    """Return shapes other than the plan's, the most informative first.
+
+    They have other micro-batch sizes or shorter sequences. Longer sequences could exceed the model's positions."""
     batch, p = plan.batch, plan.parallel
     micro, length, shapes = batch.micro_size, batch.sequence_length, list[Shape]()
     for sequence in (length, length // 2, length // 4):
@@ -146,7 +148,7 @@ def other_shapes(plan: Plan) -> list[Shape]:
 
 
 def _chunk(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor | None) -> torch.Tensor:
-    """Run a micro-batch through a model chunk like the training loop, including the data. Return loss or output."""
+    """Read a micro-batch and run a chunk's forward pass on it, as in training. Return the loss, or else the output."""
     if hidden is not None:
         model.set_input_tensor(hidden)
     output, loss = gpt.forward_step(data, wrapped)
@@ -263,8 +265,9 @@ def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: 
 
 
 def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return {pool: the optimizer's seconds per parameter that a rank updates}, on the pool's slowest stage.
-    A stage with replicas in several pools counts for each, unless their GPUs differ."""
+    """Return, for each pool, the optimizer's seconds per parameter that a rank updates, on the pool's slowest stage.
+
+    A stage with replicas in several pools counts for each of these pools, or for none if their GPUs differ."""
     p = plan.parallel
     shards = p.dp // p.optimizer_instances if p.distributed_optimizer else 1
     stage_parameters = parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2)[0]
@@ -282,7 +285,7 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
 def _write_calibration(
     trainer: Trainer, ranks: Sequence[dict[str, Any]], samples: list[networks.Sample], all_reduce_s: float
 ) -> dict[str, Any]:
-    """Write and return the calibration. Log how well it reproduces the samples of the links, and the step time."""
+    """Write and return the calibration. Log how well it reproduces the measured link times and step time."""
     train, plan, run = trainer.settings, trainer.plan, trainer.session.run
     fitted = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
@@ -309,7 +312,7 @@ def _log_fits(samples: Sequence[networks.Sample], fitted: networks.FittedLinks) 
 
 
 def _warn_of_other_gpus(calibration: Calibration, plan: Plan) -> None:
-    """Log the pools whose devices are of another kind than the site's GPUs."""
+    """Log each pool whose measured device is not the GPU that the site file gives for it."""
     for measured in calibration.fabrics:
         by_device = replace(measured, gpu="", fabric="")  # so that has_gpu compares only the device's name
         if not by_device.has_gpu(plan.site.pool(measured.fabric).gpu):

@@ -1,9 +1,9 @@
 """Measured times of messages and collectives on each kind of network, and the fit of latency and efficiency.
 
-A link is two numbers, as in the planner (planning.cost.timing): a message of b bytes takes latency + b / (rate *
-efficiency). A ring collective over k nodes takes k-1 latencies plus the time to send a node's bytes. On each pool,
-messages and each collective have their own link, fitted to a small size and to the sizes of training. Between two
-pools only messages are measured.
+A link has two numbers, latency and efficiency, as in the planner (planning.cost.timing). A message of b bytes takes
+latency + b / (rate * efficiency). A ring collective over k nodes takes k-1 latencies plus the time in which a node
+sends its bytes. In each pool, messages and each kind of collective have their own link. Each is fitted to the times of
+a small size and of sizes as in training. Between two pools, only messages are measured.
 """
 
 import statistics
@@ -30,9 +30,9 @@ from holmes_hpc.training.session import Session
 
 WARM_UP, LINK_REPEATS = 2, 9
 SMALL_BYTES = 256
-MAX_BYTES = 64 << 20  # of one message or collective: larger ones give the same efficiency
-MAX_SEND_S = 0.4  # nominal time to send the bytes of one message or collective
-EFFICIENCY = (0.001, 1000.0)  # least and largest fitted value
+MAX_BYTES = 64 << 20  # limit of a message or collective; larger ones give the same efficiency
+MAX_SEND_S = 0.4  # limit of the nominal time to send the bytes of one message or collective
+EFFICIENCY = (0.001, 1000.0)  # smallest and largest fitted value
 Links = dict[str, Link]
 
 
@@ -40,8 +40,9 @@ Links = dict[str, Link]
 class Sample:
     """A measured time, which the planner's model explains as `steps` * latency + `sent_s` / efficiency.
 
-    `pools`: of the ranks; `link`: local, ib, roce or ethernet, for collectives with their name (ib.all_gather);
-    `steps`: the number of latencies; `sent_s`: the sending time at the nominal rate; `seconds`: the measured time.
+    `pools`: the pools of the ranks; `link`: the network (local, ib, roce or ethernet), for a collective with its name
+    (ib.all_gather); `description`: text for the log; `steps`: the number of latencies in the time; `sent_s`: seconds to
+    send the bytes at the nominal rate; `seconds`: the measured time.
     """
 
     pools: tuple[str, ...]
@@ -64,13 +65,15 @@ def link_name(transport: Transport) -> str:
 
 
 def nominal_rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> float:
-    """Return the bytes per second of the slowest node in a ring of `ranks` (for a local transport: of a rank)."""
+    """Return the nominal bytes per second of the slowest node (with a local transport: rank) in a ring of `ranks`."""
     return plan.site.slowest_gbps(transport.kind, [plan.places[r].pool for r in ranks]) * 1e9 / 8
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks, of one pool or of two `pools`, between which one kind of network (`link`) is measured."""
+    """Two ranks between which one kind of network is measured.
+
+    `link`: the kind of network, as in :class:`Sample`; `pools`: the one or two pools of these ranks."""
 
     link: str
     transport: Transport
@@ -92,8 +95,10 @@ class Deadline:
 
 
 def pairs(plan: Plan, one_host: bool) -> list[Pair]:
-    """Return a pair of ranks for each kind of network inside each pool, Ethernet included. Then follows a pair for the
-    Ethernet between each two pools that communicate. On one host there is only one kind of network."""
+    """Return a pair of ranks for each link to measure. On one host, there is only one such link.
+
+    Pairs inside a pool come first: one for each kind of network, Ethernet included. Then come pairs of ranks in two
+    pools that communicate in the plan, to measure the Ethernet between these pools."""
     pool_of_rank = [place.pool for place in plan.places]
     if one_host:
         return [Pair("local", LOCAL, (0, 1), tuple(dict.fromkeys(pool_of_rank)))] if plan.world_size > 1 else []
@@ -115,10 +120,10 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
 
 
 def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tuple[Any, ...]]:
-    """Measure all links; return this rank's :class:`Sample` rows. All ranks call it.
+    """Measure all links. Return this rank's :class:`Sample` objects as tuples. All ranks call it.
 
-    Of a pair, or of a data-parallel group, only the first rank returns rows. Past the deadline, the Ethernet between
-    pools is omitted.
+    Only the first rank of a pair, or of a data-parallel group, returns samples of it. After the deadline, the Ethernet
+    between pools is not measured.
     """
     plan, rank = session.plan, session.launch.rank
     elements = plan.parts.micro_size * plan.parts.sequence_length * plan.model.hidden  # of one stage transfer
@@ -145,7 +150,7 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
 
 
 def all_reduce_s(control: Any) -> float:
-    """Return the seconds of an all-reduce of one number, as for the gradient norm. All ranks call it."""
+    """Return the median seconds of an all-reduce of one number, such as the gradient norm. All ranks call it."""
     return _median_s(partial(_all_reduce, control))
 
 
@@ -163,7 +168,7 @@ def _median_s(task: Callable[[], None]) -> float:
 
 
 def _ping_pong(session: Session, group: Any, ranks: tuple[int, int], size: int) -> Callable[[], None]:
-    """Return a task that sends a message of `size` bytes to the other of the two `ranks` and receives one."""
+    """Return a task that exchanges two messages of `size` bytes between the two `ranks`, one after the other."""
     data = torch.zeros(size // 4, device=session.device)
     is_first = session.launch.rank == ranks[0]
     peer = ranks[1] if is_first else ranks[0]
@@ -179,7 +184,7 @@ def _ping_pong(session: Session, group: Any, ranks: tuple[int, int], size: int) 
 
 
 def _measure_collectives(session: Session) -> list[Sample]:
-    """Measure reduce-scatter and all-gather of up to a gradient bucket, in all data-parallel groups at once."""
+    """Measure reduce-scatter and all-gather of at most a gradient bucket, in all data-parallel groups in parallel."""
     plan, p = session.plan, session.plan.parallel
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     ranks = dist.get_process_group_ranks(group)
@@ -218,7 +223,7 @@ FittedLinks = dict[tuple[tuple[str, ...], str], Link]  # by (pools, link) of the
 
 
 def fitted_s(sample: Sample, fitted: FittedLinks) -> float:
-    """Return the seconds of `sample` by its fitted link."""
+    """Return the seconds that the fitted link predicts for `sample`."""
     link = fitted[sample.pools, sample.link]
     return sample.steps * link.latency_s + sample.sent_s / link.efficiency
 
@@ -232,10 +237,10 @@ def fit(samples: Iterable[Sample]) -> FittedLinks:
 
 
 def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
-    """Return pool -> name -> link.
+    """Return the links of each pool: name of the pool -> name of the link -> link.
 
-    If no pool has a measured Ethernet, the two pools with the least Ethernet latency between them get that link. Other
-    pools get none."""
+    If Ethernet was measured inside no pool, the two pools with the lowest Ethernet latency between them both get the
+    link between them as their Ethernet. Other pools then have no Ethernet."""
     links: dict[str, Links] = {}
     rows = sorted(fitted.items(), key=lambda row: (len(row[0][0]), row[1].latency_s))
     lacks_ethernet = not any(len(pools) == 1 and name == "ethernet" for pools, name in fitted)
@@ -252,8 +257,8 @@ def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
 def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: Site) -> tuple[FabricLink, ...]:
     """Return rate and delay between fabrics, as a site file has them.
 
-    The rate is such that, with the efficiency of the pools' own Ethernet in `calibration`, a transfer takes the
-    measured time. The delay is the latency beyond the mean latency of the pools' own Ethernet.
+    The planner multiplies the rate by the efficiency of the pools' own Ethernet in `calibration`. The rate is chosen so
+    that this product gives the measured time. The delay is the latency beyond the mean latency of that Ethernet.
     """
     fabric_links = []
     for (pool_names, network), link in fitted.items():

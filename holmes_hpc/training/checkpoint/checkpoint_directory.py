@@ -25,7 +25,7 @@ from holmes_hpc.waiting import attempts
 
 DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
-IMPORTED = "hugging_face"  # key of a description by `holmes import`, whose directory needs no step in its name
+IMPORTED = "hugging_face"  # key in holmes.json of `holmes import`; such a directory needs no step in its name
 # The keys of a model, and of its experts, that change neither the shapes nor the use of the weights.
 _NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance", "z_loss", "capacity")
 _NAME = re.compile(r"step-(\d{8,})\Z")
@@ -72,12 +72,12 @@ def directory_name(step: int) -> str:
 
 def unfinished_path(folder: Path, step: int, attempt: int) -> Path:
     """Return the directory to which an attempt writes until the checkpoint is complete.
-    Each attempt has its own, since the writer of a killed attempt may still be running."""
+    Each attempt has its own directory, since the writer of a killed attempt may still be running."""
     return folder / f".saving-{directory_name(step)}-{attempt}"
 
 
 def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> None:
-    """Raise DataError if the `saved` model (plain data) differs from `model`."""
+    """Raise DataError if `model` cannot use the weights of the `saved` model (plain data)."""
     defaults = {k: d.default for k, d in keys(ModelSpec).items()}
 
     def identity(values: Mapping[str, Any]) -> dict[str, Any]:  # old checkpoints lack new keys
@@ -117,7 +117,7 @@ def require_checkpoints(folder: Path) -> list[Checkpoint]:
 
 def incomplete_checkpoints(folder: Path) -> list[tuple[Path, str]]:
     """Return (directory, problem) of each directory that has a checkpoint's name but is incomplete, the latest first.
-    A copy may have been interrupted, or the description is damaged."""
+    For example, a copy was interrupted, or the description is damaged."""
     return [
         (path, problem)
         for _, path in sorted(_step_directories(folder), reverse=True)
@@ -142,7 +142,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def wait_for_checkpoint(path: Path, timeout_s: float = 30) -> Checkpoint | None:
-    """Wait until this node sees the checkpoint that another node sees in `path`. Return it; None after `timeout_s`."""
+    """Return the checkpoint in `path`, which another node already sees. Wait for it; return None after `timeout_s`."""
     for _ in attempts(timeout_s, 0.2):
         with contextlib.suppress(DataError):
             return open_checkpoint(path)
@@ -183,7 +183,9 @@ def _is_file_entry(name: str, entry: Any) -> bool:
 
 
 def finish(unfinished: Path, step: int, description: Mapping[str, Any], files: Mapping[str, tuple[int, int]]) -> Path:
-    """Complete a written checkpoint: describe, sync and rename it. Replaces a checkpoint of the same step."""
+    """Complete the checkpoint in `unfinished`: write its description, sync it and rename it. Return its final path.
+
+    A checkpoint of the same step is replaced. `files`: name -> (size, CRC-32)."""
     folder = unfinished.parent
     target = folder / directory_name(step)
     try:
@@ -220,7 +222,8 @@ def prune(folder: Path, keep: int) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished checkpoints; restore one whose replacement was interrupted. No process may be writing one."""
+    """Remove unfinished checkpoints, and restore a checkpoint whose replacement was interrupted.
+    Call it only while no process writes a checkpoint."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.name.startswith((".saving-", ".old-")):

@@ -38,9 +38,10 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # pad
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """The summary of an export, as `holmes export` prints it. `parameters`: their number; shared weights count once.
+    """The summary of an export, as `holmes export` prints it.
 
-    `tokenizer`: "file" if the export has one, "bytes" if token ids are bytes, None if the user must add one.
+    `parameters`: the number of parameters, where shared weights count once; `tokenizer`: "file" if the export has a
+    tokenizer file, "bytes" if token ids are bytes, None if the user must add a tokenizer.
     """
 
     path: str
@@ -97,7 +98,8 @@ def find_source(name: str) -> ExportSource:
 def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int) -> ExportSource:
     """Return the weights of a run's `checkpoint` (a directory, saved after `step`), with the plan's model.
 
-    The tokenizer is that of the run's data, else that of the initial Hugging Face folder, whose config is used too.
+    The tokenizer is that of the run's data. If the data has none, it is that of the Hugging Face folder from which the
+    run started. The config of this folder is used too.
     """
     spec, data = Plan.read(run.plan_path).model, run.config.get("data", {})
     tokenizer, eod = data.get("tokenizer"), _end_of_document(data, spec)
@@ -107,7 +109,7 @@ def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int)
 
 
 def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
-    """Return the end-of-document token from the data's PREFIX.json, or the byte tokenizer's if it fits."""
+    """Return the end-of-document token in PREFIX.json; else the byte tokenizer's if `spec` has its vocabulary size."""
     prefix = data.get("prefix")
     names = [p for p in (prefix if isinstance(prefix, list) else [prefix]) if isinstance(p, str)]
     default = ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None
@@ -138,7 +140,7 @@ def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _read_weight(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
-    """Return a weight from `state` after checking its shape; zeros for a bias of GPT-2 that this model lacks."""
+    """Return a weight from `state` after checking its shape. For a bias that only GPT-2's format has, return zeros."""
     for name in (weight.name, weight_names.transformer_engine_name(weight.name)):
         if name in state:
             saved = state[name]
@@ -189,7 +191,7 @@ def hugging_face_config(spec: ModelSpec, dtype: str, eod: int | None, config_fol
 def _write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int
 ) -> tuple[dict[str, str], torch.dtype, int, int]:
-    """Write all shards. Return (tensor -> file, the parameters' type, their number, their bytes)."""
+    """Write all shards. Return (tensor name -> file name, type of the parameters, their number, their bytes)."""
     shards: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
     dtype, parameters, size = torch.float32, 0, 0

@@ -39,7 +39,8 @@ def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: i
 
 
 def _tokenizer(source: export.ExportSource) -> Tokenizer:
-    """Return the tokenizer of the run's data or of its initial folder; the byte tokenizer if the vocabulary fits it."""
+    """Return the tokenizer of the run's data, or of the Hugging Face folder from which the run started.
+    If neither exists and the vocabulary has the size of the byte tokenizer's, return the byte tokenizer."""
     file = source.config_folder and source.config_folder / "tokenizer.json"
     if source.tokenizer or (file and file.is_file()):
         return FileTokenizer(source.tokenizer or str(file))

@@ -154,7 +154,7 @@ class Folder(Mapping[str, "torch.Tensor"]):
         DataError.refuse(str(path), (is_beyond, problem, "use the model's own tokenizer"))
 
     def check_model(self, model: ModelSpec) -> None:
-        """Raise DataError if `model` differs from the folder's."""
+        """Raise DataError if `model` cannot use the weights of this folder's model."""
         folder_model = replace(self.model, vocab_multiple=model.vocab_multiple)
         checkpoint_directory.check_identity(folder_model.to_dict(), model, str(self.path))
         positions = folder_model.max_positions
@@ -163,7 +163,7 @@ class Folder(Mapping[str, "torch.Tensor"]):
         DataError.refuse(str(self.path), (differs, problem, f"use model.max_positions={positions}"))
 
     def fill(self, target: torch.Tensor, weight: Weight, rank: int = 0) -> None:
-        """Read into `target`, of any type, the slice of `weight` that tensor-parallel rank `rank` holds.
+        """Read the slice of `weight` that tensor-parallel rank `rank` holds into `target`, converted to its type.
         Rows that pad a vocabulary become 0. Raise DataError for values that are not finite."""
         local_rows = list(weight_names.local_rows(weight, rank, len(target)))
         width = 0 if weight.columns is None else target.shape[1]
@@ -195,7 +195,7 @@ class Folder(Mapping[str, "torch.Tensor"]):
 def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> None:
     """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`.
 
-    Files are mapped one at a time: besides the weights this takes memory for at most one tensor's slice. Raise
+    Files are mapped into memory one at a time, so at most one tensor's slice takes memory besides the weights. Raise
     DataError if the folder is of another model or cannot be read.
     """
     from holmes_hpc.training.model import gpt  # imports Megatron-Core, which this module needs only here
@@ -244,9 +244,9 @@ def copy_small_files(folder: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file. Others get no permission on the copy that they lack on the file.
+    """Copy a file. The copy gives other users no permission that `source` does not give them.
 
-    Raise DataError for a link out of its folder, which may lead to a secret of this user."""
+    Raise DataError if `source` is a link to a file outside its folder, which may be a secret of this user."""
     if leaves_folder(source, source.parent):
         raise DataError(f"it is a link to {source.resolve()}", where=str(source), hint="put a copy of that file here")
     open_file(source).close()  # refuses a pipe

@@ -1,4 +1,4 @@
-"""Optimizer state that a sharded optimizer saved, for an optimizer that is not sharded, and the reverse.
+"""Loading the state of a sharded (distributed) optimizer into an optimizer that is not sharded, and the reverse.
 
 Both kinds save Adam's moments of a parameter under the same names. They differ in the names of the fp32 parameters (an
 unsharded optimizer of fp32 weights saves none), and in the place of Adam's step count.
@@ -21,8 +21,10 @@ SHARDED, UNSHARDED = "optimizer.state.param.", "optimizer.state.fp32_param."  # 
 
 
 def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
-    """Return the tensors of an optimizer's sharded state dict, under the keys of a checkpoint of the other kind.
-    `fp32`: the model's weights are fp32. An unsharded optimizer then saved no copies: :func:`fill` uses the model's."""
+    """Return the tensors of `state`, a sharded state dict, under the keys that the other kind of optimizer saves.
+
+    `fp32`: whether the model's weights are fp32. An unsharded optimizer then has saved no fp32 copies, so :func:`fill`
+    uses the model's weights."""
     tensors = {}
     for i, (_, _, tensor) in enumerate(_tensors(state)):
         if tensor.key.startswith(UNSHARDED):
@@ -37,8 +39,8 @@ def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
 def fill(state: dict[Any, Any], optimizer: Any, tensors: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
     """Fill `state`, the sharded state dict of `optimizer`, with values of the checkpoint, so that it can be loaded.
 
-    `tensors`: those of :func:`tensors_to_load`, loaded. `saved`: the optimizer's other state in the checkpoint, with
-    the step count and, in fp16, the loss scale."""
+    `tensors`: the result of :func:`tensors_to_load` after it was loaded; `saved`: the rest of the optimizer's state in
+    the checkpoint, with the step count and, in fp16, the loss scale."""
     for i, (container, key, _) in enumerate([*_tensors(state)]):
         container[key] = tensors.get(str(i))
     for container, key, value in [*nested_items_iter(state)]:

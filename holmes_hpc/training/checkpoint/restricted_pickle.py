@@ -1,9 +1,13 @@
 """Safe loading of a checkpoint's pickles: untrusted input must not execute code.
 
-Checksums do not help, since whoever writes a checkpoint also writes its checksums. PyTorch's format has three kinds of
-pickles. It loads ``.metadata``, the index of the tensors, without restriction. For ``common.pt`` and small objects
-beside the weights, the caller chooses. Transformer Engine's fp8 state is bytes that contain another pickle.
-:func:`enforce` restricts the first two in this process, :func:`check_extra_states` checks the third.
+Checksums do not help, since whoever writes a checkpoint also writes its checksums. A checkpoint has three kinds of
+pickles:
+
+* ``.metadata``, the index of the tensors, which PyTorch loads without restriction;
+* ``common.pt`` and small objects beside the weights, which PyTorch restricts only if its caller asks for that;
+* Transformer Engine's fp8 state: bytes that contain another pickle.
+
+:func:`enforce` restricts the first two in this process, and :func:`check_extra_states` checks the third.
 """
 
 import enum
@@ -60,7 +64,7 @@ _RECIPE_MODULE = "transformer_engine.common.recipe"
 
 
 class _RestrictedUnpickler(pickle.Unpickler):
-    """An unpickler that resolves `allowed` globals, torch's data types, and all names of `allowed_module`."""
+    """An unpickler that resolves only `allowed` globals, torch's data types, and the names of `allowed_module`."""
 
     def __init__(self, data: Any, allowed: Container[tuple[str, str]], allowed_module: str | None = None) -> None:
         super().__init__(data)
@@ -131,9 +135,10 @@ def enforce() -> None:
 
 
 def _load_error(load: Callable[[], Any], size: int) -> str:
-    """Run `load` in a forked process with the CPU time and memory that a file of `size` bytes may take. Return its
-    error, or "". A pickle of nested tuples can take years to hash, and this process could not interrupt that. A pickle
-    of ten bytes can take 32 GiB of memory."""
+    """Run `load` in a forked process that limits CPU time and memory. Return its error, "" if there is none.
+
+    The limits grow with `size`, the bytes of the pickle. They are needed because a pickle of nested tuples can take
+    years to hash, which this process could not interrupt. A pickle of ten bytes can take 32 GiB of memory."""
     reader, writer = os.pipe()
     if not (pid := os.fork()):
         try:
@@ -169,8 +174,8 @@ def find_problem(directory: Path) -> str | None:
 
 
 def check_extra_states(states: Mapping[str, Any], where: str) -> None:
-    """Raise DataError if Transformer Engine's extra states, which it unpickles, refer to a forbidden global, or take
-    too much time or memory."""
+    """Raise DataError if an extra state, which Transformer Engine would unpickle, is not safe to load: it refers to a
+    forbidden global, or takes too much time or memory."""
     pickles = {}
     for name, state in states.items():
         if name.endswith("_extra_state") and isinstance(state, (io.BytesIO, torch.Tensor)):
@@ -188,8 +193,10 @@ def check_extra_states(states: Mapping[str, Any], where: str) -> None:
 
 
 def error_message(error: BaseException) -> str:
-    """Return an error as one line. Of torch's long text, which advises to load without weights_only, keep the cause:
-    the forbidden global, or what else is not plain data."""
+    """Return an error as one line.
+
+    torch's text is long and advises to load without weights_only. Only its cause is kept: the forbidden global, or
+    other content that is not plain data."""
     text = str(error)
     for prefix in ("nsupported global: GLOBAL ", "nsupported GLOBAL ", "nsupported class "):
         if prefix in text:

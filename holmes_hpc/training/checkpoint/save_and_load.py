@@ -66,7 +66,8 @@ class Checkpoints:
         self.train, self.models, self.optimizer, self._group = train, models, optimizer, group
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
         self._has_uniform_tp = len(self.plan.parallel.tps) == 1
-        # Replicas share writing and reading. Stages with and without replicas would then run different collectives.
+        # DP replicas share the work of writing and reading, except if only some stages have replicas: the stages would
+        # then run different collectives.
         self._shares_files = self._has_uniform_tp and len({stage.dp > 1 for stage in self.plan.parallel.stages}) == 1
         if self._rank == 0:
             checkpoint_directory.create_folder(self.folder, train.checkpoint_dir)
@@ -81,8 +82,10 @@ class Checkpoints:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def save(self, step: int, extra: Mapping[str, Any], wait: bool = False) -> None:
-        """Save the state after `step`; with `wait`, return when the checkpoint is complete. One save runs at a time.
-        `extra`: more fields of holmes.json."""
+        """Start to save the state after `step`, once an earlier save is finished.
+
+        With `wait`, or without `checkpoint_async`, return when the checkpoint is complete. `extra`: more fields of
+        holmes.json."""
         self.finish_save()
         if any(not inner.optimizer.state for inner in megatron_versions.inner_optimizers(self.optimizer)):
             if self._rank == 0:  # in fp16, while the loss scale is still too large
@@ -132,7 +135,7 @@ class Checkpoints:
         """Wait for the save in progress and complete its checkpoint."""
         if not self.has_unfinished_save:
             return
-        while self.is_any_rank_writing():  # Many short collectives: one disk may be slower than a time-out.
+        while self.is_any_rank_writing():  # A slow disk may take longer than the time-out of one collective.
             time.sleep(POLL_S)
         try:
             self._calls.maybe_finalize_async_calls(blocking=True)
@@ -205,7 +208,7 @@ class Checkpoints:
 
     def _load_hugging_face(self, path: Path) -> None:
         """Load the weights of a Hugging Face folder. The optimizer starts without moments.
-        Raise the DataError of one rank on all ranks."""
+        If one rank fails with a DataError, all ranks raise this error."""
         from holmes_hpc.training.checkpoint import hugging_face_folder  # needs safetensors, which is optional
 
         start, model = time.perf_counter(), self.plan.model
@@ -220,7 +223,7 @@ class Checkpoints:
 
     def _find_checkpoints(self, initial: Path | None) -> list[Path]:
         """Return the checkpoints that rank 0 finds, the latest first; `initial` if the run has none.
-        On a file system that shows changes late, the ranks could find different ones."""
+        Only rank 0 searches, because ranks could find different ones on a file system that shows changes late."""
         return self._run_on_all_ranks(partial(self._checkpoints_on_rank0, initial))[0]
 
     def _checkpoints_on_rank0(self, initial: Path | None) -> list[Path]:
@@ -233,7 +236,7 @@ class Checkpoints:
         return paths or ([] if initial is None else [checkpoint_directory.open_checkpoint(initial.absolute()).path])
 
     def _find_damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
-        """Return the first damage that any rank finds, or None. The ranks share the files."""
+        """Return the damage found by the lowest rank that finds any, or None. Each rank checks a share of the files."""
 
         def check_files() -> str | None:
             if checkpoint is None:
@@ -248,7 +251,8 @@ class Checkpoints:
     def _run_on_all_ranks(self, task: Callable[[], Any]) -> list[Any]:
         """Run `task` in a thread on each rank. Return the results of all ranks.
 
-        Raise the HolmesError of the lowest failed rank on all ranks. `task` may take longer than a collective's limit.
+        If it fails, all ranks raise the HolmesError of the lowest failed rank. `task` may take longer than the time-out
+        of a collective.
         """
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(task)

@@ -1,7 +1,8 @@
 """The mapping between Megatron-Core's weights and rows of Hugging Face tensors, by the names in weight_names.yaml.
 
-Megatron-Core has one matrix of queries, keys and values, by group of heads (the group's queries, its key, its value).
-It also has one matrix of SwiGLU's gate and up. GPT-2's matrices are transposed. Only names and shapes: no torch.
+Megatron-Core joins queries, keys and values into one matrix. Its rows are ordered by group of heads: the group's
+queries, its key, its value. Megatron-Core also joins the gate and up matrices of SwiGLU. Hugging Face's
+GPT-2 stores the transposed matrices. This module handles only names and shapes, and does not import torch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,9 +29,12 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """A Megatron-Core weight. Its name counts layers from 0. `parts`: the matrices that it joins (such as gate and up),
-    each as its rows in order; `columns`: None for a vector; `split`: tensor parallelism divides the rows of each part
-    (0), the columns (1), or nothing (None); `transposed`: the Hugging Face tensor is its transpose."""
+    """A Megatron-Core weight.
+
+    `name`: its name, in which layers count from 0; `parts`: the matrices that the weight joins (such as gate and up),
+    each as its rows in order; `columns`: the number of columns, None for a vector; `split`: what tensor parallelism
+    divides: the rows of each part (0), the columns (1), or nothing (None); `transposed`: whether the Hugging Face
+    tensor is the transpose of the weight."""
 
     name: str
     parts: tuple[tuple[Rows, ...], ...]
@@ -68,8 +72,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def local_rows(weight: Weight, rank: int, row_count: int) -> Iterator[tuple[int, Rows]]:
-    """Yield (number of the first local row, rows) for the `row_count` rows that tensor-parallel rank `rank` holds.
-    The rows that pad a vocabulary are in no tensor, so they are omitted."""
+    """Yield (first local row, rows) for the `row_count` rows of `weight` that tensor-parallel rank `rank` holds.
+    `rows` are the rank's rows from `first local row` on. Rows that pad a vocabulary are in no tensor, and omitted."""
     part_rows, split_index = row_count // len(weight.parts), rank if weight.split == 0 else 0
     for number, part in enumerate(weight.parts):
         offset, low, high = 0, split_index * part_rows, (split_index + 1) * part_rows

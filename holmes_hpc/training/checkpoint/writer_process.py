@@ -21,8 +21,8 @@ from holmes_hpc.lifetime import end_with
 from holmes_hpc.training.checkpoint.file_checksums import write_checksums
 from holmes_hpc.training.rank.log import log_line
 
-RESULT_WAIT_S = 30  # for a result that is still in the pipe after the writer has exited
-START_S = 10.0  # a fork runs within milliseconds
+RESULT_WAIT_S = 30  # wait for a result that is still in the pipe after the writer has exited
+START_S = 10.0  # wait for a fork to run, which normally takes milliseconds
 FORKS = 3
 
 
@@ -48,10 +48,10 @@ class Results:
 
 
 def start(calls: AsyncCallsQueue, request: AsyncRequest, path: Path, rank: int) -> None:
-    """Schedule `request` with a writer that also records its files' checksums. Return when the writer runs.
+    """Schedule `request` with a writer process that also writes the files' checksums. Return when the writer runs.
 
     A fork can hang before it runs Python code: CPython before 3.11.10 deadlocks in the fork if a thread of gloo was
-    creating its thread state (gh-112275). Such a fork has written nothing. It is killed, and forked again.
+    creating its thread state (gh-112275). Such a fork has written nothing, so it is killed and replaced.
     """
     if request.async_fn is None:
         calls.schedule_async_request(request)

@@ -45,10 +45,10 @@ def build_datasets(
 ) -> tuple[Samples, Samples | None]:
     """Return the training samples, and the validation samples if `train.eval_interval` is above 0.
 
-    Rank 0 and all ranks that need data call it, after torch.distributed is initialized if it is used. Rank 0 checks the
-    data and builds the index in `data.cache`, else under `run_dir`. The others read rank 0's result in the rendezvous
-    store, without a barrier. Raise the same DataError on all ranks for data that are missing, damaged or too short, or
-    that exceed the model's vocabulary.
+    Rank 0 and every rank that needs data call it. With torch.distributed, initialize that first. Rank 0 checks the data
+    and builds the index in `data.cache`, or under `run_dir` if that is not set. The other ranks wait for rank 0's
+    result in the rendezvous store, without a barrier. Raise the same DataError on all ranks for data that are missing,
+    damaged or too short, or that exceed the model's vocabulary.
     """
     seed = train.seed if data.seed is None else data.seed
     evaluates = train.eval_interval > 0

@@ -61,8 +61,9 @@ vars(gpt_dataset).update(numpy=_NumpyWithoutPickles(), safe_numpy_load=_NumpyWit
 
 
 class Source:
-    """The endless samples of one split of one prefix, epoch after epoch, each in an order of its own.
-    `fractions`: (first, last) of the prefix's sequences; `config`: a GPTDatasetConfig."""
+    """The endless samples of one split of one prefix. Each epoch has another order.
+    `fractions`: where the split starts and ends, as fractions of the prefix's sequences; `config`: a GPTDatasetConfig.
+    """
 
     def __init__(self, prefix: Prefix, fractions: tuple[float, float], split: Split, config: Any) -> None:
         self.name = prefix.path
@@ -109,8 +110,8 @@ class Blend:
 def build(
     data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
 ) -> tuple[Samples, Samples | None]:
-    """Build the data sets, see build.build_datasets.
-    The index is in `data.cache`, else in the run directory, else beside PREFIX."""
+    """Build the data sets for build.build_datasets.
+    The index is in `data.cache` if that is set. Otherwise it is in the run directory or, without one, beside PREFIX."""
     (names, weights), split = parse_blend(data.prefix), parse_split(data.split, evaluates)
     length = plan.batch.sequence_length
     settings = [names, weights, list(split.values()), seed, length]
@@ -143,7 +144,7 @@ def build(
 
     def prepare() -> None:
         prefixes, cache = open_all()
-        marker = cache / f"vocabulary-{plan.model.vocab}"  # exists if an earlier run has checked all of it
+        marker = cache / f"vocabulary-{plan.model.vocab}"  # exists if an earlier run has checked all tokens
         check_data(data, plan.model, plan.batch, evaluates, max_bytes=0 if marker.exists() else math.inf)
         if not cache.is_dir():
             _build_cache(cache, lambda directory: build_all(prefixes, directory))

@@ -34,7 +34,7 @@ def check_data(
     data: DataConfig, model: ModelSpec, batch: Batch, evaluates: bool, max_bytes: float = _MAX_CHECKED_BYTES
 ) -> None:
     """Raise DataError unless indexed data exist, are complete, suffice for a step of `batch`, and fit the model's
-    vocabulary. `max_bytes`: read from each file; by default the check takes about two seconds."""
+    vocabulary. `max_bytes`: how much of each file is read; by default, this takes about two seconds."""
     names, weights = parse_blend(data.prefix)
     prefixes = [Prefix.open(name) for name in names]
     for prefix in prefixes:
@@ -74,8 +74,10 @@ def read_summary(path: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A complete pair PREFIX.bin and PREFIX.idx. `path`: PREFIX; `sequences`: the number of sequences, which a split
-    divides; `dtype`: of the token ids; `changed_ns`: when PREFIX.idx was last written."""
+    """A complete pair PREFIX.bin and PREFIX.idx.
+
+    `path`: PREFIX; `sequences`: the number of sequences, which a split divides; `dtype`: the type of the token ids;
+    `bin_bytes`: the size of PREFIX.bin; `changed_ns`: when PREFIX.idx was last written."""
 
     path: str
     sequences: int
@@ -122,8 +124,8 @@ class Prefix:
         return self.bin_bytes // self.dtype().itemsize
 
     def check_index(self, max_bytes: float = math.inf) -> None:
-        """Raise DataError unless the sequences fill the .bin one after the other, and the documents start at sequences
-        in ascending order. `max_bytes`: how much of either table of the index is checked."""
+        """Raise DataError unless the sequences follow each other in the .bin without gaps, and the documents start at
+        sequences in ascending order. `max_bytes`: how much of each of the index's two tables is checked."""
         end, start, path = 0, 0, f"{self.path}.idx"
         with open_file(path) as f:
             bounds = _HEADER.unpack(f.read(_HEADER.size))[-1]
@@ -170,7 +172,7 @@ class Prefix:
 
 
 def _wrong_size(size: int, expected: int, source: str) -> Case:
-    """Return the case (for DataError.refuse) of a file whose size is not `expected`, which its `source` implies."""
+    """Return the case, for DataError.refuse, that a file's size is not `expected`. `source`: what implies that size."""
     problem = "truncated" if size < expected else "too long"
     return size != expected, f"{problem}: {size} bytes, its {source} implies {expected}", _PREPARE_HINT
 

@@ -83,12 +83,13 @@ def prepare(
     part_bytes: int = PART_BYTES,
     force: bool = False,
 ) -> DatasetSummary:
-    """Tokenize `files` (text, JSON lines, compressed; folders with all files below) into PREFIX.bin and PREFIX.idx.
+    """Tokenize `files`, and all files below the folders among them, into PREFIX.bin and PREFIX.idx.
 
-    `tokenizer`: a Hugging Face tokenizer.json, or None for bytes. `workers`: processes, default all usable CPUs. A
-    second call with the same arguments continues an interrupted one, and returns at once after a successful one. Raise
-    DataError for files that are not text and for an empty corpus, RunFailed for a full disk, ConfigError if PREFIX has
-    other data; `force` replaces them.
+    `files`: text, JSON lines or Parquet (text_files.py); `tokenizer`: a Hugging Face tokenizer.json, or None for bytes;
+    `workers`: the number of processes, by default that of usable CPUs; `force`: replace other data in PREFIX. After an
+    interrupted call, a second call with the same arguments continues; after a successful one, it returns immediately.
+    Raise DataError for files that are not text and for an empty corpus, RunFailed for a full disk, ConfigError if
+    PREFIX has other data.
     """
     prefix, report = os.fspath(prefix), progress or (lambda stage, done, total: None)
     if workers is not None and workers < 1:
@@ -190,7 +191,7 @@ def _token_type(vocab: int) -> str:
 
 @contextmanager
 def _locked_parts(prefix: str) -> Iterator[Path]:
-    """Hold PREFIX.parts for one preparation at a time. The lock ends with the process."""
+    """Yield the directory PREFIX.parts, locked for one preparation at a time. A lock ends with its process."""
     directory = Path(f"{prefix}.parts")
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / "lock", "w") as lock:
@@ -202,7 +203,7 @@ def _locked_parts(prefix: str) -> Iterator[Path]:
 
 def _plan_parts(extents: Sequence[text_files.Extent], directory: Path, max_bytes: int, settings: str) -> list[_Part]:
     """Group the extents, in order, into parts of at most `max_bytes`.
-    A part's name has a digest of all that its content depends on."""
+    A part's name has a digest of its extents and of `settings`, which determine its content."""
     groups: list[list[text_files.Extent]] = [[]]
     size = 0
     for extent in extents:

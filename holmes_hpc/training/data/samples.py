@@ -23,7 +23,7 @@ DEPTH = 4  # prefetched micro-batches
 
 
 class Samples(Protocol):
-    """An endless sequence of samples. ``len``: the samples of an epoch, after which they repeat in another order."""
+    """An endless sequence of samples. ``len``: the number of samples in an epoch. Each epoch has another order."""
 
     @property
     def name(self) -> str: ...
@@ -70,10 +70,11 @@ def batches(
 ) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end.
 
-    A step has `plan.micro_batches`, or with per-stage TP/DP those that the plan routes to this replica. Keys: tokens,
-    labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape); attention_mask
-    (None: causal; see :func:`separate_documents` if `document_end`, a token, is set). All are on `device`; only token
-    ids are copied from the host. Raise DataError for a token beyond the model's vocabulary.
+    A step has `plan.micro_batches` micro-batches, or with per-stage TP/DP those that the plan routes to this replica.
+    Keys: tokens, labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape);
+    attention_mask (None for causal attention). `document_end`: the token at which :func:`separate_documents` separates
+    documents; None to join them. All tensors are on `device`, but only token ids are copied from the host. Raise
+    DataError for a token beyond the model's vocabulary.
     """
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
     host_rows = sample_rows(dataset, plan, dp_rank, start_step, stage)
@@ -91,10 +92,10 @@ def batches(
 
 
 def separate_documents(tokens: torch.Tensor, document_end: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (positions, mask) for documents packed into rows of `tokens`, (rows, length), that end in `document_end`.
+    """Return (positions, mask) for rows of `tokens` in which each document ends with the token `document_end`.
 
-    Positions, int64, restart at each document. Mask, bool, (rows, 1, length, length), follows Megatron-Core: True hides
-    later tokens and other documents.
+    `tokens`: shape (rows, length). Positions (int64, same shape) restart at 0 in each document. The mask (bool, shape
+    (rows, 1, length, length)) follows Megatron-Core: True hides later tokens and tokens of other documents.
     """
     index = torch.arange(tokens.shape[1], device=tokens.device)
     is_start = torch.zeros_like(tokens, dtype=torch.bool)
@@ -121,7 +122,7 @@ def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, sta
 
 
 def prefetch(stream: Iterator[Any]) -> Iterator[Any]:
-    """Yield from `stream`, which a thread computes :data:`DEPTH` elements ahead. An error is raised in its turn."""
+    """Yield from `stream`, which a thread computes :data:`DEPTH` elements ahead. An error is raised at its element."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
         futures = deque(thread.submit(next, stream, end) for _ in range(DEPTH))
@@ -132,7 +133,7 @@ def prefetch(stream: Iterator[Any]) -> Iterator[Any]:
 
 def copy_to_gpu(host_rows: Iterator[np.ndarray], device: torch.device) -> Iterator[torch.Tensor]:
     """Yield `host_rows` as tensors on `device`. A thread prefetches them into pinned memory.
-    The copy from there blocks neither the host nor kernels launched before."""
+    The copy to `device` then blocks neither the host nor kernels that were launched earlier."""
 
     def pinned_rows() -> Iterator[torch.Tensor]:
         torch.cuda.set_device(device)  # per thread: otherwise memory would be pinned for the first GPU

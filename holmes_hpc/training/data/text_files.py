@@ -1,4 +1,4 @@
-"""Readers of documents: text, JSON lines, both plain or compressed, and Parquet; full files or byte ranges."""
+"""Readers of documents in text, JSON lines (both may be compressed) or Parquet. They read files or byte ranges."""
 
 import bz2
 import codecs
@@ -100,7 +100,7 @@ _DECOMPRESSORS: dict[bytes, Callable[[Any], Any]] = {  # by a file's first bytes
 
 
 class _CountingReader:
-    """A reader of `f` that reports its progress to `on_read`, in bytes of `raw`, the file that `f` decompresses."""
+    """A reader of `f` that reports its progress to `on_read`, in bytes of `raw`: the file on disk, which `f` reads."""
 
     def __init__(self, raw: IO[bytes], f: IO[bytes], on_read: Callable[[int], None]) -> None:
         self._raw, self.file, self._on_read, self._reported = raw, f, on_read, 0

@@ -13,13 +13,14 @@ from holmes_hpc.errors import DataError
 from holmes_hpc.records.untrusted import read_file
 
 _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot|>", "[SEP]")
-_LIMIT_S, _CHARACTERS_PER_S = 10, 100_000  # limits of tokenizing; a core does some million characters a second
+_LIMIT_S, _CHARACTERS_PER_S = 10, 100_000  # time limit of a text; a core tokenizes about a million characters/s
 
 
 class ByteTokenizer:
     """A tokenizer without a file: 256 bytes of UTF-8 and the end of a document.
 
-    `vocab`: the number of ids; `eod`: the end-of-document id; `id`: changes if any text would get other ids.
+    `vocab`: the number of token ids; `eod`: the end-of-document token; `id`: a name of the tokenizer, which must change
+    if any text would get other token ids.
     """
 
     vocab, eod, id = 257, 256, "bytes"
@@ -92,8 +93,8 @@ def load_tokenizer(path: str | None) -> Tokenizer:
 
 
 def run_limited(tokenizer: Tokenizer, task: Callable[[], None]) -> None:
-    """Run `task`, which encodes texts. Raise DataError if a text takes too long: a regular expression in a
-    tokenizer.json may need exponential time."""
+    """Run `task`, which encodes texts. Raise DataError if a text takes too long.
+    A regular expression in a tokenizer.json may need exponential time."""
     if isinstance(tokenizer, ByteTokenizer):
         return task()
     errors: list[BaseException] = []

@@ -1,14 +1,16 @@
 """Time breakdown of a training step into compute, waits and communication, and its timeline.
 
-:class:`Breakdown` is a stack of parts, and the clock of the innermost one runs. Megatron-Core's schedules and
-optimizers use it as their timers. Waits inside other parts (a parameter gather before a layer's forward pass, the
-norm's all-reduce between stages) are measured by wrapping the methods that wait. A CPU run uses the host's clock. A
-CUDA run records an event at every change and reads the events after the step, so its times are those of the device.
+:class:`Breakdown` keeps a stack of nested parts, and counts time for the innermost part. Megatron-Core's schedules and
+optimizers use it as their timers. Some waits occur inside other parts: a parameter gather before a layer's forward
+pass, or the all-reduce of the gradient norm between stages. They are measured by wrapping the methods that wait. A CPU
+run uses the host's clock. A CUDA run records a CUDA event whenever the part changes, and reads the events after the
+step. Its times are therefore those of the device.
 
 A :class:`Trace` writes trace/rank-N.jsonl. A line is one event with step, stage, kind, micro_batch, chunk, start_s,
-end_s (seconds since the epoch) and held (passes whose activations the stage held). The planner's simulated timeline has
-the same keys. The kinds forward and backward are compute. Eager 1F1B adds wait_forward and wait_backward (blocked by an
-edge), and send_forward, receive_forward, send_backward, receive_backward (from post to completion of a transfer).
+end_s (seconds since the epoch) and held (micro-batches whose activations the stage held). The planner's simulated
+timeline has the same keys. The kinds forward and backward are compute. Eager 1F1B adds wait_forward and wait_backward
+(the stage waits for a transfer). It also adds send_forward, receive_forward, send_backward and receive_backward, which
+last from the post of a transfer to its completion.
 """
 
 import json
@@ -28,7 +30,7 @@ from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.training.metrics.profiler import Ranges
 from holmes_hpc.training.pipeline.eager_1f1b import TraceEvent
 
-# Start of the name of a Megatron-Core timer -> part of a step. The training loop measures forward-backward itself.
+# Prefix of a Megatron-Core timer's name -> part of a step. The training loop measures forward-backward itself.
 _TIMERS = (
     ("forward-compute", "compute_s"),
     ("backward-compute", "compute_s"),
@@ -108,7 +110,7 @@ class Breakdown:
         setattr(owner, method, self.part(part)(getattr(owner, method)))
 
     def begin(self) -> None:
-        """Start measuring; drop the time so far."""
+        """Start measuring. Discard the time before this call."""
         self._events.clear()
         self._switch(self._stack[-1])
         self._spans.clear()
@@ -167,7 +169,8 @@ class Trace:
 def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> None:
     """Add an event to `trace` whenever a forward-compute or backward-compute timer of `breakdown` stops.
 
-    Megatron-Core's schedules do not name the micro-batch. `passes` lists the passes of this stage in a step, in order.
+    Megatron-Core's schedules do not name the micro-batch of a timer. It is therefore taken from `passes`: the passes of
+    this stage in a step, in order.
     """
     numbers, held_passes = count(), 0
 

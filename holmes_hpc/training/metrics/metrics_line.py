@@ -37,7 +37,7 @@ _SENT = _PARTS + len(_SECONDS)
 
 
 def peak_memory_bytes(cuda: bool) -> int:
-    """Return the peak memory of this rank in bytes: of its GPU with `cuda`, else of its process."""
+    """Return the peak memory of this rank in bytes: GPU memory with `cuda`, otherwise its process's memory."""
     return torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -51,9 +51,12 @@ def rank_row(
     sent: Sequence[float] = (),
     expert_tokens: int = 0,
 ) -> torch.Tensor:
-    """Return one rank's row for one step, a vector in fp64. `loss_sum`, `loss_count`: of its micro-batches on the first
-    TP rank of the last stage, else 0; `nic`: see :meth:`Traffic.take`; `memory`: bytes; `sent`: of
-    :meth:`Destinations.row` and :meth:`GpuFigures.read`; `expert_tokens`: of :class:`TokenCounter` in experts.py."""
+    """Return one rank's row for one step, a vector in fp64.
+
+    `loss_sum`, `loss_count`: sum and number of its micro-batches' losses on the first TP rank of the last stage, 0 on
+    other ranks; `parts`: seconds of each part of the step; `nic`: byte counts of :meth:`Traffic.take`; `memory`: peak
+    bytes; `sent`: the values of :meth:`Destinations.row`, then those of :meth:`GpuFigures.read`; `expert_tokens`: the
+    count of :class:`TokenCounter` in experts.py."""
     first = loss_sum, loss_count, memory, step_time_s, expert_tokens
     return torch.tensor([*first, *nic, *(parts.get(p, 0.0) for p in _SECONDS), *sent], dtype=torch.float64)
 
@@ -123,7 +126,7 @@ def log_text(line: Mapping[str, Any], last_step: int) -> str:
 
 
 def rank_line(rows: Rows, step: int) -> dict[str, Any]:
-    """Return a line of ranks.jsonl: figures of every rank, of which the metrics line has only one per stage."""
+    """Return a line of ranks.jsonl: values of every rank for which the metrics line has only one value per stage."""
     return {
         "step": step,
         "compute_s": part_by_rank(rows, "compute_s").tolist(),
@@ -210,8 +213,8 @@ def tensorboard(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Writ
 
 
 def wandb(run: RunDirectory, value: Any, train: TrainConfig) -> tuple[Write, Callable[[], None]]:
-    """Open a run of the project `value`, named after the run directory. A later attempt continues it.
-    Return its log and close functions."""
+    """Open a W&B run in the project `value`, named after the run directory. Return its log and close functions.
+    A later attempt of the run continues the same W&B run."""
     logger = _import("wandb", "wandb").init(
         project=str(value), name=run.name, id=run.name, resume="allow", dir=str(run.path), config=asdict(train)
     )

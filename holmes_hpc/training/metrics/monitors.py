@@ -50,8 +50,10 @@ class Monitors:
         self._exporter = Exporter(session, train, factors, checkpoints, planned) if has_exporter else None
 
     def add(self, rows: Rows, line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
-        """Add a step; yield warnings. `rows`: of all ranks; `line`: the step's line of metrics.jsonl; `is_step_only`:
-        no checkpoint or validation has added traffic or time."""
+        """Add a step and yield warnings about it.
+
+        `rows`: the rows of all ranks; `line`: the step's line of metrics.jsonl; `is_step_only`: whether the step's
+        traffic and time include nothing of connection set-up, a checkpoint or validation."""
         sent = sent_rows(rows)
         if not self.one_host:
             yield from self._audit.add(nic_rows(rows), is_step_only)
@@ -65,6 +67,6 @@ class Monitors:
             self._exporter.add(line, slow, gpus=sent[:, self._destinations.width :].tolist())
 
     def close(self) -> None:
-        """Write the metrics of the last step."""
+        """Write the exporter's metrics of the last step, if there is an exporter."""
         if self._exporter is not None:
             self._exporter.write()

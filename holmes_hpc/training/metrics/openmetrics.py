@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
     from holmes_hpc.training.session import Session
 
-EVERY_S = 5.0  # between two writes, or two readings of a GPU
+EVERY_S = 5.0  # least time between two writes, or between two readings of a GPU
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 GPU_FIGURES = ("gpu_utilization_ratio", "gpu_power_watts", "gpu_temperature_celsius", "gpu_memory_bytes")
 
 
 class Family(NamedTuple):
-    """A family of metrics. `field`: of a metrics line, if the value is that field's."""
+    """A family of metrics. `field`: the field of a metrics line with the value, "" if it comes from elsewhere."""
 
     help: str
     labels: Sequence[str] = ()
@@ -47,8 +47,8 @@ Sample = tuple[str, Sequence[Any], float]  # family, values of its labels, value
 
 
 class GpuFigures:
-    """The GPU_FIGURES of a rank's GPU, read by NVML every five seconds. Figures are NaN without the package
-    nvidia-ml-py, or if the GPU lacks them. `device`: None if no figures are to be read."""
+    """The GPU_FIGURES of a rank's GPU, read with NVML at most every five seconds. A figure is NaN if the GPU lacks it,
+    or if the package nvidia-ml-py is missing. `device`: None to read no figures."""
 
     def __init__(self, device: torch.device | None) -> None:
         self._device, self._read_at = device, -math.inf
@@ -76,7 +76,8 @@ class GpuFigures:
 class Exporter:
     """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
 
-    `factors`: header factors by network; `checkpoints`: of the run; `planned`: of :func:`audit.planned_bytes`."""
+    `factors`: network -> bytes on the wire per byte of payload; `checkpoints`: the run's checkpoints; `planned`: the
+    result of :func:`audit.planned_bytes`."""
 
     def __init__(
         self,
@@ -109,7 +110,7 @@ class Exporter:
                 log_line(f"warning: port {train.openmetrics}: {e.strerror or e}; {hint}")
 
     def add(self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]) -> None:
-        """Add a step, and write its metrics if the last write is five seconds old.
+        """Add a step, and write its metrics if the last write was at least five seconds ago.
 
         `line`: the step's line of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: each rank's GPU_FIGURES.
         """
@@ -183,7 +184,8 @@ def to_text(run: str, samples: Iterable[Sample]) -> str:
 
 @cache
 def _sample_name(name: str, *labels: Any) -> str:
-    """Return a sample's name with `labels`: the run, then those of its family. Cached, because this takes longest."""
+    """Return a sample's name with its labels. Cached, because this is the slowest part of :func:`to_text`.
+    `labels`: the run's name, then the values of the family's labels."""
     family = FAMILIES[name]
     pairs = ",".join(f"{k}={to_json(str(v))}" for k, v in zip(("run", *family.labels), labels, strict=True))
     return f"holmes_{name}{'_total' if family.kind == 'counter' else ''}{{{pairs}}}"
@@ -194,7 +196,7 @@ def serve(port: int, get_text: Callable[[], str]) -> None:
     if the port is in use."""
 
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10  # seconds for a whole request
+        timeout = 10  # seconds for each read from or write to the connection
 
         def do_GET(self) -> None:
             body = get_text().encode()

@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from holmes_hpc.config.train import Profile
 from holmes_hpc.training.rank.log import log_line
 
-_finished = list[profile]()  # freed in torch 2.13, a profile makes a later garbage collection crash
+_finished = list[profile]()  # kept alive, because in torch 2.13 a freed profile crashes a later garbage collection
 
 
 class Ranges:
-    """Nested ranges of time while this rank is profiled: in traces of torch's profiler, and with `cuda` in NVTX."""
+    """Named, nested ranges in the trace of torch's profiler, and with `cuda` in NVTX, while this rank is profiled."""
 
     active = False  # only while profiling, because a range costs 14 us
 
@@ -45,7 +45,8 @@ class Ranges:
 class Profiler:
     """The profiler of a rank, which writes a trace into `folder`.
 
-    `window`: None for no profile; `group`: of all ranks. Raise ConfigError for a rank that the run lacks.
+    `window`: the steps and ranks to profile, None for no profile; `group`: a process group of all ranks. Raise
+    ConfigError if `window` names a rank that does not exist.
     """
 
     def __init__(self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None) -> None:
@@ -56,8 +57,8 @@ class Profiler:
         self._profile: profile | None = None
 
     def start_step(self, step: int) -> None:
-        """Start the profile in the first step of its window, and end it after the last one. All ranks call it between
-        steps, and wait for those that start or write a profile."""
+        """Start the profile if `step` is in its window, and end the profile if `step` follows the window. All ranks
+        call this before each step, and wait for ranks that start or write a profile."""
         if self._window is None:
             return
         if not self._window.start <= step <= self._window.stop:

@@ -26,8 +26,8 @@ from holmes_hpc.training.rank.cuda_check import has_transformer_engine
 
 
 class SdpaAttention(MegatronModule):
-    """A replacement for Megatron-Core's ``DotProductAttention`` with, up to rounding, the same results. It ignores some
-    of the arguments, and supports grouped queries (`config.num_query_groups` below the number of heads)."""
+    """A replacement for Megatron-Core's ``DotProductAttention`` with the same results up to rounding. It ignores some
+    of its arguments. It supports grouped queries (`config.num_query_groups` below the number of heads)."""
 
     def __init__(
         self, config: TransformerConfig, softmax_scale: float | None = None, cp_comm_type: str | None = None, **_: Any
@@ -53,7 +53,7 @@ class SdpaAttention(MegatronModule):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, excluded: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the attention output, like `query`. `excluded`: True for hidden pairs, as in Megatron-Core's mask."""
+        """Return the attention output in the shape of `query`. `excluded`: a mask, True for hidden pairs of tokens."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if context_parallel.size() > 1 and not self._exchanges_heads:
             return context_parallel.RingAttention.apply(q, k, v, excluded, self._scale).permute(2, 0, 1, 3)

@@ -1,8 +1,8 @@
 """Context parallelism: `cp` ranks share each sequence. They pass keys and values around a ring (Liu et al. 2023, arXiv
 2310.01889), or exchange tokens for heads before and after attention (Jacobs et al. 2023, arXiv 2309.14509).
 
-A sequence has 2 cp chunks, of which rank i holds chunks i and 2 cp - 1 - i. So causal attention has equal work on every
-rank. With Transformer Engine, its own attention does the same.
+A sequence has 2 * cp chunks. Rank i holds chunks i and 2 * cp - 1 - i, so that every rank has equal work in causal
+attention. With Transformer Engine, its own attention is used, which distributes chunks in the same way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 
-Pending = tuple[torch.Tensor, list[Any]]  # the tensor to receive; requests and, last, the sent tensor, which must live
+Pending = tuple[torch.Tensor, list[Any]]  # the received tensor; the requests, then the sent tensor to keep it
 
 
 def size() -> int:
@@ -28,15 +28,17 @@ def support_cpu() -> None:
 
 
 def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch.Tensor:
-    """Return the two chunks that `rank` (None: this rank) holds of a tensor with all tokens along `dimension`."""
+    """Return the two chunks of `whole` that `rank` holds (None: this rank). `dimension`: that of the tokens."""
     chunks = whole.chunk(2 * size(), dimension)
     rank = parallel_state.get_context_parallel_rank() if rank is None else rank
     return torch.cat([chunks[rank], chunks[-1 - rank]], dimension)
 
 
 def part_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of a micro-batch of whole sequences, with the whole mask. `loss_tokens`: the number of
-    tokens with a loss on all `cp` ranks, by which each divides its loss. The schedules multiply the loss by `cp`."""
+    """Return this rank's part of a micro-batch of whole sequences. Only the attention mask stays whole.
+
+    The key ``loss_tokens`` is added: the number of tokens with a loss on all `cp` ranks. Each rank divides its loss by
+    this number, and the schedules multiply the loss by `cp`."""
     if size() == 1:
         return batch
     part = {name: value if name == "attention_mask" else _part(value, 1) for name, value in batch.items()}
@@ -69,10 +71,11 @@ def with_all_tokens(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor)
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of this rank's queries over the keys and values of all ranks, which pass around a ring.
+    """Causal attention of this rank's queries over the keys and values of all ranks.
 
-    In the backward pass, their gradients follow them, up to the rank that they belong to. Tensors are (batch, heads,
-    tokens, width); there may be fewer heads of keys and values. `mask`: of all tokens, True for hidden pairs.
+    Keys and values travel around a ring of ranks. In the backward pass, their gradients travel with them and end on the
+    rank that owns the keys and values. Tensors are (batch, heads, tokens, width). Keys and values may have fewer heads
+    than queries. `mask`: for all pairs of tokens of a sequence, True for hidden pairs.
     """
 
     @staticmethod
@@ -84,7 +87,8 @@ class RingAttention(torch.autograd.Function):
         mask: torch.Tensor | None,
         scale: float | None,
     ) -> torch.Tensor:
-        """Return the attention output, like `query`. Pieces are merged by the logarithms of their softmaxes' sums."""
+        """Return the attention output in the shape of `query`. It merges the outputs for the keys of each ring step,
+        with weights from the logarithms of their softmax sums."""
         local_key_value = passing = torch.stack([key, value])
         output = torch.zeros_like(query, dtype=torch.float32)
         log_sum = torch.full(query.shape[:3], -torch.inf, device=query.device)
@@ -118,7 +122,7 @@ class RingAttention(torch.autograd.Function):
                 scale=context.scale,
             )
             query_gradient[:, :, rows] += query_piece
-            # The gradients so far of these keys and values. After step 1 they arrive from the rank before.
+            # The sum so far of these keys' and values' gradients. From step 2 on, it arrives from the previous rank.
             sums = kv_gradient if step == 0 else _arrived(pending_gradient) if pending_gradient else kv_gradient * 0
             sums[:, :, :, columns] += piece
             pending_gradient = _pass_on(sums) if step > 0 else None
@@ -128,12 +132,12 @@ class RingAttention(torch.autograd.Function):
 
 
 def _visible(step: int, query: torch.Tensor, mask: torch.Tensor | None) -> tuple[slice, slice, dict[str, Any]]:
-    """Return (queries of this rank, keys that arrive in a step) that attend and are attended to, and the kernel's
-    arguments for these pairs.
+    """Return the slices of this rank's queries and of the keys that take part in a ring step, and the kernel's options.
 
-    The keys' chunks lie around this rank's two chunks if they come from a rank before it, else between them. Hidden
-    scores stay finite, because a row of a piece may have no others. The piece then counts nothing beside the rank's
-    own.
+    In step 0, the keys are this rank's own. Keys of an earlier rank lie in chunks around this rank's two chunks, so
+    only their first chunk is visible. Keys of a later rank lie between this rank's chunks, so only the second chunk of
+    queries sees them. Hidden scores stay finite, because all scores of a query may be hidden in one step. The output
+    of this step then has no weight beside that for the rank's own keys.
     """
     rank, half = parallel_state.get_context_parallel_rank(), query.size(2) // 2
     rows = columns = slice(None)
@@ -187,8 +191,8 @@ def _attend_backward(
     visible: dict[str, Any],
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the queries, and of keys and values, of a piece of attention. `output` and `log_sum` are
-    those of the whole attention, which give each piece its share."""
+    """Return the gradients of the queries, and of the keys and values, in one ring step. `output`, `log_sum`: those of
+    the complete attention, from which the kernel finds the step's share."""
     key, value = _for_each_query(key_value, query)
     tensors = gradient, query, key, value, output, log_sum.contiguous()
     if query.is_cuda:

@@ -2,9 +2,9 @@
 
 Many ranks on few cores then behave like accelerators on a real network. A layer's forward pass takes
 `train.pace_layer_ms` times the `train.pace_factors` of its pool or node; its backward pass takes twice that. A
-recomputed forward pass takes its time again. A pass takes the time of its layers, which includes the embedding, the
-head, CP's exchanges, and delays by other ranks on the same cores. The optimizer and experts' exchanges take their
-actual time, in addition. Losses and gradients do not change.
+recomputed forward pass takes its time again. A pass takes exactly the time of its layers. This time also covers the
+embedding, the head, the exchanges of context parallelism, and delays by other ranks on the same cores. The optimizer
+and the exchanges between experts take their actual time in addition. Losses and gradients do not change.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Clock:
 
     def start_layer(self, seconds: float, layer_pass: tuple[str, int], is_last: bool) -> float:
         """Return when the next layer, which takes `seconds`, is due to end. `layer_pass`: its direction and chunk.
-        The last layer of a pass ends earlier, by the time that the rest of the pass (such as the head) takes."""
+        The last layer of a pass is due earlier, by the time that the rest of the pass takes (for example, the head)."""
         self._end += seconds
-        is_last_of_pass = is_last and layer_pass[0] == self._direction  # not a recomputed one
+        is_last_of_pass = is_last and layer_pass[0] == self._direction  # false for a recomputed layer
         return self._end - (self._rest_s.get(layer_pass, 0.0) if is_last_of_pass else 0.0)
 
     def finish_layer(self, end: float, layer_pass: tuple[str, int]) -> None:
@@ -139,7 +139,8 @@ def _synchronize(tensor: torch.Tensor) -> None:
 def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int, pools: Collection[str]) -> float:
     """Return the time factor of a rank's layers: that of its node, else of its pool, else 1.
 
-    `places`: (pool, node) of every rank; `pools`: the site's. Raise ConfigError if `factors` has another name.
+    `places`: (pool, node) of every rank; `pools`: the names of the site's pools. Raise ConfigError if a name in
+    `factors` is neither a pool nor a node of the run.
     """
     nodes = {node for _, node in places}
     rank_factor = 1.0
@@ -160,8 +161,9 @@ def emulate(
 ) -> None:
     """Make every layer of a rank's model chunks take `layer_ms` forward; `layer_ms` must be above 0.
 
-    Layers are modules that take and return hidden states, alone or first in a tuple. `timers`: Megatron-Core's, by
-    name, which it starts and stops at each pass. `weights`: weight gradients that are computed apart.
+    A layer is a module that takes hidden states, and returns hidden states or a tuple that starts with them. `timers`:
+    returns the timer of a name, which Megatron-Core starts and stops at each pass. `weights`: the weight gradients, if
+    weight passes compute them.
     """
     clock, weight_s = Clock(), 0.0
     experts.time_exchanges(clock.exchange)

@@ -1,7 +1,7 @@
 """Megatron-Core's mixture-of-experts layers: their options, and the changes that they need to train on CPUs.
 
-Each expert is on one rank as a whole (its tensor parallelism is 1). A rank computes its experts one after the other, or
-in bf16 on GPUs together. An all-to-all inside the `ep` group brings every token to its experts and back.
+Each expert is on one rank as a whole (its tensor parallelism is 1). A rank computes its experts one after the other.
+On GPUs in bf16, it computes them together. An all-to-all in the `ep` group brings every token to its experts and back.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
 
 
 def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
-    """Make each layer compute the matrix products of all its experts together, where torch has a kernel for it.
+    """Make each layer run the matrix multiplications of all its experts as one kernel, if torch has such a kernel.
 
-    If experts compute one after the other, launches take longer than the products (benchmarks/results/gpu.md)."""
+    Otherwise kernel launches take longer than the multiplications (benchmarks/results/gpu.md)."""
     widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
     if config.params_dtype != torch.bfloat16 or config.fp8 or any(width % 8 for width in widths):
         return
@@ -87,7 +87,7 @@ def _all_experts(
 
 
 class _Products(torch.autograd.Function):
-    """The products of each expert's tokens with the transpose of its weight, of shape (outputs, inputs)."""
+    """The multiplication of each expert's tokens by its transposed weight. Weights have the shape (outputs, inputs)."""
 
     @staticmethod
     def forward(context: Any, tokens: torch.Tensor, ends: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,8 @@ def support_cpu() -> None:
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a tensor on the host, if requested as a numpy array. Megatron-Core's function ignores tensors on CPUs."""
+    """Return a tensor on the host, as a numpy array if `as_numpy`. Megatron-Core's function leaves CPU tensors as they
+    are."""
     if not torch.is_tensor(tensor):
         return tensor
     host_tensor = tensor.to("cpu", non_blocking=True)
@@ -121,14 +122,14 @@ def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) ->
 
 
 def forget_loss_scale() -> None:
-    """Make the next forward pass set the scale of the balancing loss. Backward passes outside a schedule, such as those
-    of the warm-up, have set one of another shape."""
+    """Make the next forward pass set the scale of the balancing loss again. Backward passes outside a schedule, for
+    example in the warm-up, leave a scale of another shape."""
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
 def time_exchanges(add: Callable[[float], None]) -> None:
-    """Call `add` with the seconds of every all-to-all, in forward and backward passes. A barrier before it keeps the
-    wait for ranks that still compute out of this time."""
+    """Call `add` with the seconds of every all-to-all, in forward and backward passes. The time starts after a barrier,
+    so that it does not include the wait for ranks that still compute."""
     exchange = mappings._AllToAll.forward
 
     def timed_exchange(context: Any, group: dist.ProcessGroup, *arguments: Any) -> Any:
@@ -159,8 +160,8 @@ class TokenCounter:
 
 
 def mark(model: torch.nn.Module) -> None:
-    """Mark the experts' weights, so that they get buffers and optimizers of their own, also at EP 1. Their data
-    parallelism differs from that of other weights, and checkpoints move between EP sizes."""
+    """Mark the experts' weights, so that they get their own buffers and optimizers. Their data-parallel
+    groups can differ from those of other weights. They are marked even with EP 1, so that checkpoints fit any EP."""
     for name, parameter in model.named_parameters():
         if ".local_experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]
@@ -171,8 +172,9 @@ def is_expert(parameter: torch.Tensor) -> bool:
 
 
 def gather_once(optimizers: Sequence[Any]) -> None:
-    """Make only the last of several distributed optimizers gather parameters after its update. Each one gathers the
-    parameters of all, so with experts Megatron-Core would gather every parameter twice if gathers do not overlap."""
+    """Make only the last of several distributed optimizers gather parameters after its update. Each optimizer gathers
+    the parameters of all optimizers. So without overlapped gathers, Megatron-Core would gather each parameter twice in
+    a model with experts."""
     for optimizer in optimizers[:-1]:
         optimizer.step_with_ready_grads = partial(MixedPrecisionOptimizer.step_with_ready_grads, optimizer)
 
@@ -183,7 +185,7 @@ def bucket_groups(wrapped: Any) -> list[Any]:
 
 
 def number_globally(components: list[str], model: torch.nn.Module) -> None:
-    """Replace the number of an expert on this rank by its number in the layer, in a parameter's name."""
+    """Replace an expert's number on this rank by its number in the layer. `components`: of a parameter's name."""
     if "local_experts" in components:
         position = components.index("local_experts") + 1
         experts: Any = model.get_submodule(".".join(components[:position]))

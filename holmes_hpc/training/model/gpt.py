@@ -41,7 +41,7 @@ def layout(plan: Plan) -> list[list[str]]:
 
 
 def dtype_name(setting: str, cuda: bool, plan: Plan) -> str:
-    """Return `setting`, or the type that ``train.dtype=auto`` means here: one for all ranks of `plan`."""
+    """Return `setting`, or the type that ``train.dtype=auto`` stands for, which is the same on all ranks of `plan`."""
     if setting != "auto":
         return setting
     gpus = {plan.site.pool(place.pool).gpu for place in plan.places}
@@ -180,11 +180,11 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
 
 
 def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """Return the rotation per position of each pair of a head's elements: radians, fp32, (head width / 2,), on the CPU.
+    """Return the angle in radians by which each pair of a head's elements rotates per position.
 
-    They replace Megatron-Core's, which supports only integer bases and 8192 original positions. Su et al. 2021 (arXiv
-    2104.09864). `rope_scaling` stretches them linearly (Chen et al. 2023, arXiv 2306.15595) or as in Llama 3.1 (arXiv
-    2407.21783).
+    The result is fp32, (head width / 2,), on the CPU. It replaces the frequencies of Megatron-Core, which supports only
+    integer bases and 8192 original positions. Rotary embedding: Su et al. 2021 (arXiv 2104.09864). The model's
+    `rope_scaling` is linear (Chen et al. 2023, arXiv 2306.15595) or as in Llama 3.1 (arXiv 2407.21783).
     """
     radians = 1.0 / spec.rope_base ** (torch.arange(0, spec.head_width, 2, dtype=torch.float32) / spec.head_width)
     scaling = spec.rope_scaling
@@ -199,7 +199,7 @@ def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
 
 
 def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
-    """Exclude the rows that pad the vocabulary from the softmax. `rows`: of this rank's part of the vocabulary."""
+    """Exclude the rows that pad the vocabulary from the softmax. `rows`: the number of rows on this rank."""
     first = max(0, vocab - parallel_state.get_tensor_model_parallel_rank() * rows)
     if first >= rows:
         return
@@ -212,8 +212,9 @@ def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """A function that sets the columns of logits from `first` on to the least value, in place.
-    The loss's gradient is zero there (the softmax underflows), so the backward pass copies nothing."""
+    """A function that sets the columns of logits from `first` on to the lowest value of their type, in place.
+    The loss has a zero gradient in these columns, because their softmax underflows. So the backward pass returns the
+    gradient unchanged."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, first: int) -> torch.Tensor:
@@ -299,8 +300,9 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
 def _loss(
     mask: torch.Tensor | None, tokens: torch.Tensor | None, losses: torch.Tensor
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the mean of the `losses` that `mask` includes, and a copy of it under the key "loss". `tokens`: see
-    :func:`context_parallel.part_of`. The mean of the copies over the ranks that share a sequence is its mean loss."""
+    """Return the mean of the `losses` that `mask` includes, and a detached copy under the key "loss". `tokens`: the
+    `loss_tokens` of :func:`context_parallel.part_of`. The copy is scaled so that its mean over the ranks that share a
+    sequence is the mean loss of the sequence."""
     assert mask is not None  # the last stage, which computes losses, reads the batch
     mask = mask.float()
     loss = (losses.float() * mask).sum() / (mask.sum() if tokens is None else tokens).clamp(min=1)
@@ -310,8 +312,8 @@ def _loss(
 def hidden_states(
     create: Callable[..., torch.Tensor], config: TransformerConfig, micro_size: int, length: int, device: torch.device
 ) -> torch.Tensor:
-    """Return the input of this rank's layers for a micro-batch of sequences of `length` tokens: (tokens, micro size,
-    hidden). `create`: torch.zeros or torch.randn."""
+    """Return an artificial input for this rank's layers, (tokens, `micro_size`, hidden). `create`: torch.zeros or
+    torch.randn; `micro_size`: sequences per micro-batch; `length`: tokens per sequence."""
     tokens = length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1)
     return create(tokens, micro_size, config.hidden_size, dtype=config.params_dtype, device=device, requires_grad=True)
 

@@ -1,9 +1,9 @@
 """Initial weights that depend only on the seed, the parameter's name and the element's index.
 
 torch's normal numbers differ between GPU models (its CUDA generator depends on the number of multiprocessors) and
-between kinds of CPU (by the instructions of its log and cosine). These weights are a hash of the element's index in the
-full parameter, in integer arithmetic, times a constant in fp32, which all devices round equally. A rank computes only
-its own part.
+between kinds of CPU (which compute log and cosine with different instructions). These weights are therefore computed in
+integer arithmetic, from a hash of the element's index in the full parameter. Only the last operation uses fp32: a
+multiplication by a constant, which all devices round equally. A rank computes only its own part.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import hashlib
 
 import torch
 
-# Elements at a time: so many that they stay in a CPU's cache, and that a GPU's launches take little of the time.
+# Elements per block. A CPU's block fits in its cache. A GPU's block is so large that launches take little time.
 _BLOCK, _BLOCK_CUDA = 1 << 16, 1 << 22
 
 

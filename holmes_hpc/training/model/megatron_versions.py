@@ -21,7 +21,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel import schedules
 from torch.distributed.checkpoint import FileSystemReader
 
-COMMON = "common_state"  # the entry of versions from 0.17 on for the content of common.pt in earlier ones
+COMMON = "common_state"  # the entry in which versions from 0.17 on store what earlier ones write to common.pt
 # Messages of later versions at every start, which concern developers and not users.
 _DEVELOPER_MESSAGES = ("GPTModel IS DEPRECATED", "DistributedDataParallel: full_param_layout", "MCore's async save is")
 
@@ -53,9 +53,9 @@ def backward_step(*tensors: Any, model_type: Any, config: Any) -> Any:
 def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, Any], equal_shapes: bool) -> Any:
     """Start an asynchronous save and return its request.
 
-    `equal_shapes`: all ranks' parts of a tensor have the same shape, which lets Megatron-Core check their coverage. If
-    stages differ in TP, only torch checks it. Later versions write with NVRx by default. That package is one more
-    dependency, and its writer outlives a killed rank, so Megatron-Core's writer is used.
+    `equal_shapes`: all ranks' parts of a tensor have the same shape. Then Megatron-Core checks that the parts cover the
+    tensor; if stages differ in TP, only torch checks this. Later versions write with NVRx by default. Megatron-Core's
+    own writer is used instead, because NVRx is one more dependency, and its writer outlives a killed rank.
     """
     writer = {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
     return dist_checkpointing.save(
@@ -111,10 +111,10 @@ def distributed(optimizer: Any) -> list[DistributedOptimizer]:
 
 
 def prepare_for_loading(inner: DistributedOptimizer) -> None:
-    """Make a distributed Adam loadable before its first step, and with PyTorch's Adam.
+    """Make a distributed Adam ready to load a checkpoint, even before its first step and even if it is PyTorch's Adam.
 
-    Megatron-Core (0.16) loads only an Adam that has made a step. It cannot load PyTorch's Adam, because it expects that
-    Adam's step count, which belongs to every parameter, among the checkpoint's tensors.
+    Megatron-Core (0.16) loads state only into an Adam that has made a step. It also fails with PyTorch's Adam, because
+    it expects this Adam's step counts, one for every parameter, among the checkpoint's tensors.
     """
     if not inner.optimizer.state:
         inner._init_optimizer_states_with_dummy_values()
@@ -132,8 +132,8 @@ def prepare_for_loading(inner: DistributedOptimizer) -> None:
 def offsets_without_padding(optimizer: Any) -> Iterator[None]:
     """Correct the parameters' offsets while Megatron-Core (0.16) reads the optimizer's state.
 
-    It gathers a buffer without the padding of its buckets, but uses the parameters' offsets in the padded buffer. After
-    the first padded bucket it would save every parameter with its neighbour's values.
+    Megatron-Core gathers a buffer without the padding of its buckets, but uses the parameters' offsets in the padded
+    buffer. So it would save each parameter after the first padded bucket with values of its neighbour.
     """
     buffers = [buffer for inner in distributed(optimizer) for buffer in inner.buffers]
     saved_maps = [buffer.param_index_map for buffer in buffers]

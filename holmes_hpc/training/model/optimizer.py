@@ -33,10 +33,10 @@ from holmes_hpc.training.network.reduce_scatter import reduce_scatter
 
 
 def groups_for_ddp() -> ProcessGroupCollection:
-    """Return Megatron's groups with a pipeline of one stage, so that its DDP splits gradients into buckets everywhere.
+    """Return Megatron's groups as for a single stage, so that its DDP splits gradients into buckets on every stage.
 
-    By default it does so on the first stage only, because later stages have time in the bubble. In a heterogeneous
-    pipeline a later stage may have the slow network.
+    By default, DDP does so only on the first stage, because later stages can reduce gradients in the pipeline bubble.
+    In a heterogeneous pipeline, however, a later stage may have the slow network.
     """
     groups = ProcessGroupCollection.use_mpu_process_groups()
     groups.pp = pipeline_stub(0, 1)
@@ -99,7 +99,7 @@ def reduces_by_all_to_all(plan: Plan) -> bool:
 def _sum_gradients(config: Any) -> Any:
     """Return a copy of `config` that makes DDP sum gradients over a stage's replicas instead of averaging them.
 
-    Each loss is already divided by all micro-batches of the step, and stages may differ in their number of replicas.
+    Each loss is already divided by the step's number of micro-batches, and stages may differ in their replicas.
     """
     ddp_config = copy.copy(config)
     ddp_config.calculate_per_token_loss = True
@@ -114,17 +114,17 @@ def build(
     breakdown: Breakdown,
     tied_group: Any = None,
 ) -> Any:
-    """Build Adam with decoupled weight decay, or Muon (whose packages must be installed), and set the hooks in `config`
-    that the schedules call. A plan may shard Adam over the data-parallel ranks.
+    """Build the optimizer, and set the hooks in `config` that the schedules call.
 
-    `tied_group`: from :class:`Groups`, for per-stage TP/DP.
+    It is Adam with decoupled weight decay, which a plan may shard over the data-parallel ranks, or Muon, whose packages
+    must be installed. `tied_group`: `embedding_group` of :class:`Groups`, for per-stage TP/DP.
     """
     ddp = models[0].ddp_config
     is_sharded_muon = train.optimizer == "muon" and plan.parallel.distributed_optimizer
     problem = "the plan shards the optimizer, which Megatron-Core's Muon does not support"
     ConfigError.refuse("train.optimizer", (is_sharded_muon, problem, "plan with plan.distributed_optimizer=false"))
-    # Muon orthogonalizes full matrices. On each TP part by itself, it would be a different optimizer. Its products are
-    # computed in the type of the weights; Megatron-Core's default is bf16.
+    # Muon orthogonalizes full matrices. On each TP part by itself, it would be a different optimizer. Its matrix
+    # multiplications use the type of the weights; Megatron-Core's default is bf16.
     muon: dict[str, Any] = {}
     if train.optimizer == "muon":
         muon = {"muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
@@ -153,8 +153,8 @@ def build(
 
 
 def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
-    """Set Adam's options for the next step from `train`, also if a checkpoint contains different ones.
-    Norms and biases do not decay (by wd_mult, which Megatron's own scheduler applies)."""
+    """Set Adam's options for the next step from `train`, even if a checkpoint contains different ones.
+    Norms and biases do not decay, because Megatron-Core sets their `wd_mult` to 0."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = train.weight_decay * group.get("wd_mult", 1.0)
@@ -164,9 +164,9 @@ def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
 def step(optimizer: Any, models: Sequence[DistributedDataParallel], gather: bool) -> tuple[bool, float | None]:
     """Update the parameters. Return (whether they changed, the gradient norm).
 
-    `gather`: start all gathers of sharded parameters here, in the order in which the next step needs them, so that no
-    stage waits for its first micro-batch. Without it, and in plain Megatron-LM, each stage's first forward pass starts
-    them. Either way, forward passes wait for the parameters that they use.
+    `gather`: start all gathers of sharded parameters here, in the order in which the next step needs them. So no gather
+    has to wait until a stage receives its first micro-batch. Without `gather`, and in plain Megatron-LM, each stage's
+    first forward pass starts the gathers. In both cases, forward passes wait for the parameters that they use.
     """
     updated, norm, _ = optimizer.step()
     for model in models if gather else ():
@@ -200,8 +200,8 @@ def _is_scale_minimal(optimizer: Any) -> bool:
 def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
     """Make `breakdown` measure the waits for which Megatron has no timer.
 
-    These are the parameter gathers before a forward pass, and the gradient norm, an all-reduce over all stages in which
-    an early stage waits for the others.
+    These are the waits for parameter gathers before a forward pass, and the wait in the gradient norm. The norm is an
+    all-reduce over all stages, in which a stage that finishes early waits for the other stages.
     """
     for inner in megatron_versions.inner_optimizers(optimizer):
         breakdown.wrap(inner, "get_grad_norm", "pipeline_wait_s")
@@ -212,8 +212,8 @@ def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakd
 
 
 def _finish_param_sync(group: Any, finish: Callable[..., None], breakdown: Breakdown, **options: Any) -> None:
-    """Wait for a bucket's parameters if their gather is not finished, and measure the wait. Every forward pass of each
-    module calls this: measuring each call would delay a GPU."""
+    """Wait for a bucket's parameters if their gather is not finished, and measure the wait. Calls after that return at
+    once without a measurement, which would delay a GPU: every module calls this function in every forward pass."""
     if group.param_gather_handle is None and group.param_gather_dispatched:
         return
     with breakdown.part("param_sync_s"):
@@ -225,7 +225,7 @@ def finalize_with_tied(
 ) -> None:
     """Run Megatron-Core's ``finalize_model_grads``, then sum the tied embedding's gradient over both its stages.
 
-    It is used if the first and the last stage differ in TP or DP. `group`: all ranks of both; None on other ranks.
+    It is used with per-stage TP/DP. `group`: all ranks of the first and the last stage; None on other ranks.
     Megatron-Core sums over pairs of ranks that hold the same part of the embedding. With different TP the parts differ
     in size. Each rank therefore writes the part that it holds into a full matrix, and an all-reduce sums the matrices.
     """

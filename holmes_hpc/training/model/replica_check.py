@@ -1,6 +1,7 @@
 """The check that replicas of a weight are equal bit for bit, at the start and after every resume.
 
-Replicas that differ stay different, because all make the same updates. Nothing else reveals it: the loss still falls.
+Replicas that differ stay different, because all receive the same updates. Nothing else reveals the difference, because
+the loss still falls.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ _BLOCK = 1 << 22  # elements at a time, which bounds the memory
 
 
 def replica_checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Return a 64-bit checksum of all bits and the order of the elements, a scalar on the parameter's device.
+    """Return a 64-bit checksum of the elements' bits and order, as a scalar on the parameter's device.
 
-    `offset`: of this part in a larger parameter. The checksums of the parts add up to that of the parameter.
+    `offset`: the index of the first element in the full parameter, if `parameter` is a part of one. The checksums of
+    all parts add up to the checksum of the full parameter.
     """
     bits = parameter.detach().contiguous().view(-1).view(_BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
@@ -36,11 +38,11 @@ def replica_checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 
 def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | None = None) -> None:
-    """Compare this rank's weights with their replicas on other ranks. If one differs, raise RunFailed on all ranks of
-    the group, with the parameter and the ranks.
+    """Compare this rank's weights with their replicas on other ranks. If a weight differs, raise RunFailed on all ranks
+    that have a replica. The error names the parameter and the ranks.
 
-    `chunks`: this rank's GPTModels. `tied`: the first and the last stage share the embedding. `tied_group`: all ranks
-    of both, if they differ in TP or DP.
+    `chunks`: this rank's GPTModels; `tied`: the first and the last stage share the embedding; `tied_group`: with
+    per-stage TP/DP, the group of all ranks of these two stages.
     """
     all_parameters = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
     parameters = {name: p for name, p in all_parameters.items() if not experts.is_expert(p)}
@@ -81,9 +83,9 @@ def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.Proces
 
 
 def replica_differences(checksums_by_rank: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each parameter whose checksums differ between ranks: the ranks outside the majority.
+    """Yield a message for each parameter whose checksums differ between ranks. It names the ranks outside the majority.
 
-    `checksums_by_rank`: for each rank the checksums of the parameters `names`.
+    `checksums_by_rank`: for each rank, the checksums of the parameters `names`.
     """
     for column, name in enumerate(names):
         counts = Counter(row[column] for row in checksums_by_rank.values())

@@ -1,9 +1,9 @@
-"""Weight gradients apart from the gradients of activations, for the schedule zero_bubble.
+"""Weight gradients that are computed after the gradients of activations, for the schedule zero_bubble.
 
-The matrix products of the split layers keep their inputs and the gradients of their outputs.
-:meth:`WeightGradients.compute` later adds the weights' gradients to DDP's buffer. All operations and their order are
-those of Megatron-Core's linear layers (tensor_parallel/layers.py), so results are equal bit for bit. Norms, embedding,
-biases and head are not split.
+Each linear layer keeps its input and, in the backward pass, the gradient of its output. From these,
+:meth:`WeightGradients.compute` later computes the weights' gradients, and adds them to DDP's buffer. All operations and
+their order are those of Megatron-Core's linear layers (tensor_parallel/layers.py), so results are equal bit for bit.
+Norms, embedding, biases and head get their gradients in the backward pass as usual.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Product = tuple[torch.nn.Module, torch.Tensor, torch.Tensor, bool]  # layer, inp
 
 
 class WeightGradients:
-    """The weight gradients of a rank that are still to compute.
+    """The weight gradients of a rank that are still to be computed.
 
-    `chunks`: the model chunks; the linear layers of their transformer layers are split. `timers`: Megatron-Core's.
-    `emulated`: returns, for the number of a chunk, a context in which the weight gradients of a layer take their
-    emulated time. Raise ConfigError for layers that cannot be split.
+    `chunks`: the model chunks, in whose transformer layers all linear layers are split; `timers`: returns
+    Megatron-Core's timer of a name; `emulated`: number of a chunk -> a context in which the weight gradients of one of
+    its layers take their emulated time. Raise ConfigError for layers that cannot be split.
     """
 
     def __init__(self, chunks: Iterable[Any], timers: Callable[[str], Any]) -> None:
@@ -47,12 +47,12 @@ class WeightGradients:
                     module._forward_impl = partial(self._forward, module, number)
 
     def start_backward(self, micro_batch: int, chunk: int) -> None:
-        """Keep the products of the next backward pass for the weight pass of this micro-batch and chunk."""
+        """Assign what the next backward pass keeps to the weight pass of this micro-batch and chunk."""
         self._current = WeightPass(micro_batch, chunk)
 
     def compute(self, wrapped: Sequence[Any], passes: Sequence[WeightPass], *, last: bool) -> None:
-        """Compute weight passes, layer by layer. `wrapped`: the chunks in DDP. `last`: the last of `passes` belongs to
-        the step's last micro-batch, so that complete buckets are reduced."""
+        """Compute weight passes, layer by layer. `wrapped`: the chunks, wrapped in DDP; `last`: the last of `passes`
+        belongs to the step's last micro-batch, so that each bucket is reduced as soon as it is complete."""
         self._timer.start()
         products = {weight_pass: self._pending.pop(weight_pass, {}) for weight_pass in passes}
         for number in [*products[passes[-1]]]:
@@ -85,9 +85,9 @@ class WeightGradients:
 
 
 class _Product(torch.autograd.Function):
-    """The product of an input with a layer's weight, whose backward pass computes only the input's gradient.
+    """The multiplication of an input by a layer's weight, whose backward pass does not compute the weight's gradient.
 
-    The weight is no argument, so that DDP's hook does not expect its gradient.
+    The weight is not an argument of `forward`, so that DDP's hook does not expect its gradient.
     """
 
     @staticmethod
@@ -122,8 +122,9 @@ class _Product(torch.autograd.Function):
 
 @torch.no_grad()
 def _add_gradient(module: Any, input: torch.Tensor, gradient: torch.Tensor, gathers: bool, ddp: Any) -> None:
-    """Add a product's weight gradient to the gradient buffer. `gathers`: the input is this rank's part of a sequence,
-    to be gathered first. `ddp`: the chunk whose bucket is reduced if it is now complete; None to reduce nothing."""
+    """Compute the weight's gradient of one :data:`Product`, and add it to the gradient buffer. `gathers`: gather the
+    input first, because this rank has only its part of the sequence; `ddp`: the chunk whose bucket is reduced if it is
+    now complete, None to reduce nothing."""
     total_input = _gather_along_first_dim(input, group=module.tp_group) if gathers else input
     gradient, total_input = prepare_input_tensors_for_wgrad_compute(gradient, total_input)
     module.weight.main_grad.add_(gradient.t().matmul(total_input))

@@ -20,15 +20,15 @@ from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Rows
 
-EVERY_STEPS = 10  # per comparison; wrong traffic that starts during one is reported by the next, within 20 steps
+EVERY_STEPS = 10  # steps that one comparison covers; a fault during them is reported by the next one at the latest
 TOLERANCE = 0.10  # share of the planned bytes
-FLOOR_BYTES = 1_000_000  # per step, also tolerated: rendezvous, heartbeats, name look-ups
+FLOOR_BYTES = 1_000_000  # tolerated per step in addition, for rendezvous, heartbeats and name look-ups
 PlannedBytes: TypeAlias = list[tuple[GroupTransport, int, float]]  # group, sending rank, payload bytes per step
 
 
 @dataclass(frozen=True)
 class Load:
-    """The `bytes` that one process group, `label`, makes a node send per step over a `kind` of NIC (ib, roce, …)."""
+    """The `bytes` per step that the process group `label` makes `node` send over its NIC of `kind` (ib, roce, …)."""
 
     node: str
     kind: str
@@ -50,15 +50,16 @@ def audit_bytes(
     names: Mapping[str, Mapping[str, str]] | None = None,
     own_bytes: Mapping[str, Mapping[str, float]] | None = None,
 ) -> list[Finding]:
-    """Return an error or a warning for every NIC that sends more bytes than planned. For a node without such a NIC,
-    return a warning for every NIC that sends less.
+    """Return findings for NICs whose bytes per step differ from the plan.
 
-    It is an error if a group of this run probably sends the surplus: its bytes are missing on another NIC of that
-    node. It is a warning if another job or a service sends it. NICs of kind ``other`` (storage, management) have
-    other users, so they count only if their surplus is at least half of the bytes that another kind lacks.
+    A NIC that sends more than planned gives an error if a group of this run probably sends the surplus: the group is
+    planned on another NIC of the node, which sends less than planned. It gives a warning if another job or a service
+    sends the surplus. If no NIC of a node sends more, each NIC that sends less than planned gives a warning. NICs of
+    kind ``other`` (storage, management) have other users. They count only if their surplus is at least half of the
+    bytes that another kind lacks.
 
-    `counted`: node -> kind -> bytes sent per step (a mean over the steps since the last check); `names`: node -> kind
-    -> interface, for messages; `own_bytes`: node -> kind -> bytes on the wire of the ranks' own TCP connections from
+    `counted`: node -> kind -> bytes sent per step (the mean since the last check); `names`: node -> kind -> interface,
+    for messages; `own_bytes`: node -> kind -> bytes on the wire per step that the ranks' own TCP connections sent from
     that NIC's address, 0 if the kernel does not count them (RDMA).
     """
     loads, names, own_bytes = list(loads), names or {}, own_bytes or {}
@@ -105,17 +106,19 @@ def audit_bytes(
 
 
 def _run_bytes(kind: str, counted: Mapping[str, float], own_bytes: Mapping[str, float]) -> float:
-    """Return the most bytes that this run's own connections can have sent over a `kind` of NIC.
+    """Return the most bytes that this run's own connections can have sent over the NIC of `kind`.
 
-    These are the bytes from its address, and the bytes from other NICs' addresses that those NICs did not send: a route
-    may lead over another NIC than the one with the source address."""
+    These are the bytes from this NIC's address, and the bytes from another NIC's address that the other NIC did not
+    send. The latter count because a route may lead over another NIC than the one with the source address."""
     rerouted = sum(max(0.0, sent - counted.get(k, 0.0)) for k, sent in own_bytes.items() if k != kind)
     return own_bytes.get(kind, 0.0) + rerouted
 
 
 def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
-    """Return the group whose planned bytes on a NIC that sends less than planned are nearest to the surplus `extra`.
-    Return None if `node` has no such group. `missing`: kind of NIC -> by how many bytes it sends less."""
+    """Return the group that probably sends the surplus `extra` over the wrong NIC; None if there is no candidate.
+
+    Candidates are the groups whose planned NIC sends less than planned. The one with planned bytes nearest to `extra`
+    is chosen. `missing`: kind of NIC -> by how many bytes it sends less than planned."""
     sums: defaultdict[tuple[str, str], float] = defaultdict(float)
     for load in loads:
         if load.node == node and load.kind in missing:
@@ -127,8 +130,8 @@ def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], load
 
 
 def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys")) -> dict[str, NetworkError]:
-    """Return an error for each NIC that is down or has vanished, by its name. `interfaces`: kernel names, or
-    ``device:port`` of RDMA ports. It reads one small file per NIC."""
+    """Return an error for each NIC that is down or has vanished: name -> error. `interfaces`: the names of the NICs
+    (kernel interfaces, or ``device:port`` for RDMA ports). One small file is read per NIC."""
     faults = {}
     for name in interfaces:
         device, _, port = name.partition(":")
@@ -145,15 +148,15 @@ def nic_faults(interfaces: Iterable[str], node: str, sysfs: Path = Path("/sys"))
 
 
 def planned_bytes(plan: Plan, dtype: str | None = None) -> PlannedBytes:
-    """Return what :func:`sent_bytes` yields for a plan; slow for thousands of ranks. `dtype`: of weights and
-    activations, None: the device's usual one."""
+    """Return the items of :func:`sent_bytes` for a plan. This is slow for thousands of ranks. `dtype`: the type of
+    weights and activations; None for the device's usual type."""
     return [*sent_bytes(Layout.of(plan, Costs(dtype=dtype)), layer_array(plan))]
 
 
 def planned_loads(planned: PlannedBytes, nodes: Sequence[str]) -> list[Load]:
-    """Return the payload bytes that each group makes each rank's node send per step, over the group's planned NIC.
+    """Return the payload bytes per step of each group and sending rank, as loads on the group's NIC in the rank's node.
 
-    `nodes`: every rank's node. The sums over nodes are the plan's predicted bytes (planning/cost/predict.py).
+    `nodes`: the node of every rank. The sum over all nodes is what the plan predicts (planning/cost/predict.py).
     """
     return [
         Load(nodes[rank], str(nic), f"{group.kind} of ranks {abbreviated(group.ranks, ',')}", amount)
@@ -163,9 +166,9 @@ def planned_loads(planned: PlannedBytes, nodes: Sequence[str]) -> list[Load]:
 
 
 class Audit:
-    """Rank 0's comparison of the bytes that every node's NICs sent with the planned bytes.
+    """Rank 0's comparison of the bytes that the NICs of every node sent with the planned bytes.
 
-    `nodes`: every rank's node; `factors`: fabric or ``ethernet`` -> bytes on the wire per byte of payload.
+    `nodes`: the node of every rank; `factors`: fabric name or ``ethernet`` -> bytes on the wire per byte of payload.
     """
 
     def __init__(
@@ -201,9 +204,9 @@ class Audit:
         self._reported: set[tuple[str, str]] = set()
 
     def add(self, rows: Rows, is_step_only: bool = True) -> list[Finding]:
-        """Add one step's byte counts of every rank (see :meth:`Traffic.take`). Return findings after ten steps.
-        Each NIC is reported once. `is_step_only`: the counts hold only the step's traffic, no checkpoint or validation;
-        otherwise they are dropped."""
+        """Add one step's byte counts of every rank (see :meth:`Traffic.take`). Return new findings at every tenth step,
+        otherwise []. Each NIC is reported only once. `is_step_only`: the counts contain no traffic of a checkpoint or
+        of validation; counts that do are ignored."""
         if not is_step_only:
             return []
         self._steps += 1
@@ -238,8 +241,8 @@ def nics_in_use(node: NodeTransports, sysfs: Path = Path("/sys")) -> list[str]:
 
 
 def nic_check(node: NodeTransports, sysfs: Path = Path("/sys")) -> Callable[[], NetworkError | None]:
-    """Return a function that checks the NICs in use. It returns an error if a NIC is down in two calls in a row, else
-    None: a link that recovers within a second breaks no connection."""
+    """Return a function that checks the NICs in use. It returns an error only if a NIC is down in two calls in a row,
+    because a link that recovers within a second breaks no connection. Otherwise it returns None."""
     names, faults = nics_in_use(node, sysfs), dict[str, NetworkError]()
 
     def check() -> NetworkError | None:

@@ -1,14 +1,17 @@
 """Authentication at rank 0's store: only processes that know the run's secret can connect.
 
-PyTorch's TCPStore answers every client that reaches it. So it gets a filtered listener: a socket on one address whose
-socket filter drops every packet. An authentication server listens beside it. Rank and server prove to each other that
-they know the secret, by HMAC-SHA256 over random numbers and addresses of both sides. A greeting therefore cannot be
-replayed, nor used from another address. Then the filter admits the address and port from which this rank is about to
-connect. TCPStore's client cannot choose its port. It therefore connects through a proxy in its own process, on the
-loopback interface. The proxy accepts no other process. If the kernel refuses filters, rank and store sign their packets
-with a key that is derived from the secret.
+PyTorch's TCPStore answers every client that reaches it. The store therefore gets a filtered listener: a socket on one
+address, with a socket filter that drops the packets of all clients that are not admitted. An authentication server
+listens on a second port. Each rank first connects to this server. Rank and server prove to each other that they know
+the secret, by HMAC-SHA256 over random numbers and the addresses of both sides. A greeting therefore can be neither
+replayed nor used from another address. The filter then admits the address and port from which this rank is about to
+connect to the store.
 
-The server is no relay: once admitted, rank and store exchange their data directly, in clear text.
+TCPStore's client cannot choose its port. In each rank it therefore connects to a proxy in its own process, on the
+loopback interface. The proxy accepts connections of this process only. If the kernel refuses filters, rank and store
+sign their packets with a key that is derived from the secret.
+
+The authentication server relays no data: an admitted rank and the store exchange their data directly, in clear text.
 """
 
 import asyncio
@@ -35,12 +38,12 @@ from holmes_hpc.training.network.filtered_listener import (
 from holmes_hpc.training.network.keepalive import keep_alive
 
 SECRET_BYTES = 32
-TIMEOUT_S = 5.0  # of a greeting, and of a connection to the store
-LINGER_S = 0.3  # a port stays admitted this long after it has connected, for the last handshake packet
+TIMEOUT_S = 5.0  # limit of a greeting, and of connecting to the store
+LINGER_S = 0.3  # a port stays admitted this long after it has connected, so that its last handshake packet passes
 _NONCE, _MAC = 16, 32  # bytes, as in the next two lines
 _GREETING = _NONCE + 2 + _MAC  # the client's nonce, its port, and the proof
 _ANSWER = 3 + _MAC  # the store's port, whether its packets are signed, and the proof
-_PROXY_ADDRESS = "127.0.0.2"  # on the loopback interface, but not where a store of ranks on one machine listens
+_PROXY_ADDRESS = "127.0.0.2"  # a loopback address, but not 127.0.0.1, where the store of a one-node run listens
 
 
 class AuthenticationError(OSError):
@@ -144,8 +147,8 @@ def verify_server(address: str, port: int, secret: bytes, timeout_s: float = TIM
 
 def _greet(server: socket.socket, address: str, secret: bytes, client_port: int) -> tuple[int, bool]:
     """Prove to the server that this client knows the secret, and verify that the server does.
-    Return the store's port, and whether its packets are signed.
-    While `server` is open, this machine's `client_port` may connect to the store; 0: no port may."""
+    Return the store's port, and whether its packets are signed. `client_port`: the local port that may connect to the
+    store while `server` is open; 0 admits no port."""
     nonce, server_nonce = secrets.token_bytes(_NONCE), _receive_exactly(server, _NONCE)
     port_bytes = client_port.to_bytes(2, "big")
     parts = (server_nonce, nonce, port_bytes, packed_address(server.getsockname()[0]), packed_address(address))
@@ -183,10 +186,10 @@ def connect(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S
 
 
 class LoopbackProxy(socketserver.ThreadingTCPServer):
-    """A port on the loopback interface through which only this process reaches the store.
+    """A server on the loopback interface that forwards connections of its own process, and of no other, to the store.
 
     The store's authentication server is at `address`:`port`. The proxy lives as long as the process. `own_port`: the
-    proxy's port, 0: any.
+    port on which the proxy listens; 0 for any free port.
     """
 
     allow_reuse_address = daemon_threads = True
@@ -205,7 +208,7 @@ class LoopbackProxy(socketserver.ThreadingTCPServer):
         return [peer, (self.address, self.port)] in ends
 
     def finish_request(self, client: Any, _: Any) -> None:
-        """Copy bytes between the client and the store, in both directions, until one of them ends."""
+        """Copy bytes between the client and the store, in both directions, until one of them closes."""
         with contextlib.suppress(OSError), connect(*self._target) as store:  # TCPStore reports the error itself
             client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             back = threading.Thread(target=_copy_bytes, args=(store, client), name="rendezvous proxy", daemon=True)
@@ -215,7 +218,7 @@ class LoopbackProxy(socketserver.ThreadingTCPServer):
 
 
 def _copy_bytes(source: socket.socket, target: socket.socket) -> None:
-    """Copy bytes until the source ends; then shut both sockets down."""
+    """Copy bytes until the source closes. Then shut both sockets down."""
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)

@@ -12,8 +12,8 @@ from holmes_hpc.training.network.nic_bytes import Rows, Traffic
 
 
 def edge_receivers(plan: Plan, nodes: Sequence[NodeTransports]) -> list[dict[str, tuple[int, str]]]:
-    """Return for each rank the nodes to which it sends over pipeline edges: address -> (a rank there, transport kind).
-    `nodes`: every rank's."""
+    """Return, for each rank, the nodes to which it sends over pipeline edges: address of the node -> (a rank on that
+    node, transport kind). `nodes`: the node of every rank."""
     receivers: list[dict[str, tuple[int, str]]] = [{} for _ in nodes]
     for group in plan.transports():
         kind = group.transport.kind
@@ -30,7 +30,7 @@ def planned_fabric_bytes(plan: Plan, planned: PlannedBytes) -> dict[str, dict[st
         rings[group.kind, group.ranks].append((rank, amount))
     sums: dict[str, dict[str, float]] = {}
     for ring in rings.values():
-        for (rank, amount), (receiver, _) in zip(ring, [*ring[1:], ring[0]], strict=True):  # each to the next
+        for (rank, amount), (receiver, _) in zip(ring, [*ring[1:], ring[0]], strict=True):  # to the next rank
             a, b = (plan.site.pool(plan.places[r].pool).fabric_name for r in (rank, receiver))
             if a != b:
                 sums.setdefault(a, {})[b] = sums.get(a, {}).get(b, 0.0) + amount
@@ -38,8 +38,8 @@ def planned_fabric_bytes(plan: Plan, planned: PlannedBytes) -> dict[str, dict[st
 
 
 class Destinations:
-    """The nodes to which the ranks of a plan send: those of each fabric, and those at the other ends of pipeline edges.
-    `nodes`: every rank's."""
+    """The nodes to which the ranks of a plan send: the nodes of each fabric, and the nodes at the other ends of each
+    rank's pipeline edges. `nodes`: the node of every rank."""
 
     def __init__(self, plan: Plan, nodes: Sequence[NodeTransports]) -> None:
         self._edges = [list(receivers) for receivers in edge_receivers(plan, nodes)]
@@ -51,18 +51,19 @@ class Destinations:
         self._seconds_at = tuple(np.array(cells, dtype=int).reshape(-1, 2).T)  # ranks and columns of all edges
 
     def row(self, rank: int, traffic: Traffic) -> list[float]:
-        """Return what a rank sent between the last two calls of :meth:`Traffic.take`: bytes to each fabric, and for
-        each of its edges the seconds in which it sent to the other end. All ranks' rows have the same length."""
+        """Return what `rank` sent between the last two calls of :meth:`Traffic.take`: the bytes to each fabric, then
+        the seconds of sending to each node of :func:`edge_receivers`. Zeros make the rows of all ranks equally long."""
         seconds = [traffic.sent_to({address})[1] for address in self._edges[rank]]
         sent = [*(traffic.sent_to(addresses)[0] for addresses in self._fabrics.values()), *seconds]
         return sent + [0.0] * (self.width - len(sent))
 
     def edge_seconds(self, rows: Rows) -> Rows:
-        """Return the seconds of every rank's edges, (edges,). `rows`: every rank's :meth:`row`."""
+        """Return the seconds of sending over the edges of all ranks, (edges,). `rows`: :meth:`row` of every rank."""
         return rows[self._seconds_at]
 
     def fabric_bytes(self, rows: Rows) -> dict[str, dict[str, int]]:
-        """Return sending fabric -> receiving fabric -> bytes; {} with one fabric. `rows`: every rank's :meth:`row`."""
+        """Return the bytes sent between fabrics: sending fabric -> receiving fabric -> bytes; {} if there is only one
+        fabric. `rows`: :meth:`row` of every rank."""
         sums = {a: rows[self._fabric_of_rank == a].sum(axis=0) for a in self._fabrics if len(self._fabrics) > 1}
         return {
             a: {b: int(sent) for b, sent in zip(self._fabrics, of_sender, strict=False) if b != a}

@@ -1,7 +1,7 @@
 """A listening socket that accepts only chosen addresses and ports: a socket filter drops all other packets.
 
-Some kernels (seen with Linux 6.18) filter TCP sockets only for processes with CAP_NET_ADMIN. There the kernel drops all
-packets that are not signed with a key (TCP-MD5, RFC 2385).
+Some kernels (seen with Linux 6.18) allow a filter on a TCP socket only to processes with CAP_NET_ADMIN. Packets are
+signed instead (TCP-MD5, RFC 2385): the kernel drops all packets that are not signed with the listener's key.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ def packed_address(address: str) -> bytes:
 
 @lru_cache(1024)
 def _accept_instructions(address: bytes, port: int) -> bytes:
-    """Return the instructions that accept packets from one address and port, and otherwise continue after them."""
+    """Return BPF instructions that accept a packet from one address and port. Any other packet skips them."""
     address_offset = 12 if len(address) == 4 else 8  # of the source address in an IPv4 or IPv6 header
     address_words = struct.unpack(f">{len(address) // 4}I", address)
     conditions = [
@@ -47,7 +47,7 @@ def filter_program(admitted: Iterable[tuple[bytes, int]]) -> bytes:
 
 
 def sign_packets(connection: socket.socket, key: bytes) -> None:
-    """Let the kernel sign all packets that a TCP socket sends with `key`, and drop received ones that are unsigned."""
+    """Make the kernel sign all packets of a TCP socket with `key`, and drop received packets without this signature."""
     any_address = struct.pack("H126x", connection.family)
     is_prefix, prefix_bits, interface = 1, 0, 0
     option = any_address + struct.pack("BBHi80s", is_prefix, prefix_bits, len(key), interface, key)
@@ -57,8 +57,8 @@ def sign_packets(connection: socket.socket, key: bytes) -> None:
 class FilteredListener:
     """A listening socket on `address` that drops packets from all but the admitted (address, port).
 
-    `capacity`: how many can be admitted at a time. `is_signed`: the kernel refuses filters; instead, it drops packets
-    that are not signed with `key`.
+    `capacity`: the most (address, port) that can be admitted at a time; `is_signed`: the kernel refuses filters, and
+    drops the packets that are not signed with `key` instead.
     """
 
     is_signed = False
@@ -80,10 +80,11 @@ class FilteredListener:
                 raise OSError(errno.ENOMEM, "no memory for a socket filter (net.core.optmem_max)")
             self.capacity //= 2
         self.admit([])
-        self.socket.listen(BACKLOG)  # only now: no connection precedes the filter
+        self.socket.listen(BACKLOG)  # last, so that no connection precedes the filter
 
     def _has_memory_for(self, admitted: list[tuple[bytes, int]]) -> bool:
-        """Return whether a filter of this size can replace another one. Both exist for a moment."""
+        """Return whether the kernel has memory for two filters of this size. It holds both while one replaces the
+        other."""
         try:
             for _ in range(2):
                 self.admit(admitted)
@@ -94,7 +95,7 @@ class FilteredListener:
         return True
 
     def admit(self, admitted: Iterable[tuple[bytes, int]]) -> None:
-        """Admit exactly these (address, port) from now on; established connections are not affected."""
+        """Admit exactly these (address, port) from now on. Established connections are not affected."""
         if self.is_signed:
             return
         program = filter_program(admitted)

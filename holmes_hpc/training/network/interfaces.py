@@ -1,8 +1,8 @@
 """The network interfaces of this node that carry the plan's transports, for gloo and NCCL. No torch is needed.
 
-The Plan gives each group a transport (``local``, ``rdma``, ``tcp``). This module turns it into a kernel interface of
-this node (gloo connects through it), a network name for NCCL's communicator, and the environment that NCCL reads once
-per process. It refuses variables and configuration files that would change NCCL's or gloo's choice.
+The Plan gives each group a transport (``local``, ``rdma``, ``tcp``). This module translates the transport into a kernel
+interface of this node for gloo, a network name for NCCL's communicator, and the environment that NCCL reads once per
+process. It refuses variables and configuration files that would change NCCL's or gloo's choice.
 """
 
 import ipaddress
@@ -35,8 +35,8 @@ class NodeTransports:
     """The transports of the plan on this node.
 
     `interfaces`: transport kind (rdma, tcp) -> (interface, IPv4 address); `environment`: the variables that NCCL needs
-    before its first call; `one_host`: all ranks run on this machine; `defaults`: variables that are set unless the site
-    sets them; `network`: NCCL's name of the fabric's RDMA network; `notes`: lines for the log.
+    before its first call; `one_host`: all ranks run on this machine; `defaults`: NCCL variables that are set unless the
+    site sets them; `network`: NCCL's name of the network for the fabric's fast traffic; `notes`: lines for the log.
     """
 
     node: str
@@ -57,8 +57,10 @@ class NodeTransports:
             return self.interfaces[transport.kind][0]
 
     def nic(self, name: str | None) -> str:
-        """Return the NICs of this node behind `name`, as text for the run record.
-        `name`: a kernel interface, which is returned as it is; NCCL's name of a network; None: NVLink, shared memory.
+        """Return the text by which the run record names the NICs of a group on this node.
+
+        `name`: a kernel interface, which is returned unchanged; or NCCL's name of a network, for which the NICs in
+        `environment` are returned; or None for NVLink and shared memory, for which ``local`` is returned.
         """
         variables = {"IB": "NCCL_IB_HCA", self.network: "NCCL_IB_HCA", "Socket": "NCCL_SOCKET_IFNAME"}
         variable = variables.get(name or "", "")
@@ -76,8 +78,8 @@ def transport_kinds(plan: Plan, rank: int) -> set[str]:
 
 
 def site_nics(plan: Plan, rank: int, nics: NodeNics, node: str, environ: Mapping[str, str] = os.environ) -> NodeNics:
-    """Return this node's NICs that the plan's site names and the environment allows.
-    Raise NetworkError if the node lacks a NIC of that name."""
+    """Return this node's NICs, limited to those that the plan's site names or, if it names none, to those that the
+    environment allows. Raise NetworkError if the site names a NIC that the node lacks."""
     pool = plan.site.pool(plan.places[rank].pool)
     try:
         return nccl.restrict_nics(nics, pool.nic_names(node), environ, node)
@@ -151,8 +153,9 @@ def _socket_traffic(plan: Plan, rank: int) -> tuple[float, int]:
 
 def _refuse_substitute(nics: NodeNics, chosen: Nic, node: str) -> None:
     """Raise SiteError if `chosen`, a management port or a RoCE NIC, would replace an Ethernet NIC that is down.
-    If that NIC has an address, the other nodes use its network. A NIC that is slower than `chosen` is ignored, because
-    it would not be used anyway."""
+
+    Only a NIC with an address matters, because the other nodes use its network. A NIC that is slower than `chosen` does
+    not matter, because it would not be used even if it were up."""
     if nics.sockets is not None or (chosen.type is NicType.ETHERNET and chosen.role == "data"):
         return
     for nic in candidates(nics, NicType.ETHERNET):
@@ -185,8 +188,10 @@ def log_lines(
 
 
 def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint]:
-    """Return the NICs of `node`, that of `rank`, by transport kind, with the rates that the plan's site declares.
-    All samples between two fabrics share a link: in a round, at most one per node of the smaller fabric."""
+    """Return the NICs of `node`, on which `rank` runs: transport kind -> Endpoint with the site's declared rates.
+
+    All samples between two fabrics in one round share the link between them. There are at most as many samples as the
+    smaller fabric has nodes, so the declared rate is the share of one of that many senders."""
     site = plan.site
     pool = site.pool(plan.places[rank].pool)
     counts = Counter(site.pool(place.pool).fabric_name for place in set(plan.places))
@@ -210,8 +215,8 @@ def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint
 def check_links(
     plan: Plan, rank: int, first_on_node: bool, nodes: Sequence[NodeTransports], store: Any
 ) -> list[Finding]:
-    """Connect and measure all pairs of nodes that share a group, before the first group is created.
-    Return warnings on each node's first rank, [] on other ranks. Raise NetworkError, the same on all ranks."""
+    """Check the links between nodes that share a group, before the first group is created.
+    Return warnings on each node's first rank, [] on other ranks. On failure, raise NetworkError on all ranks."""
     if not first_on_node:
         link_check.await_link_check(store)
         return []
@@ -233,7 +238,8 @@ def check_links(
 
 
 def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
-    """Raise NetworkError if one planned node's ranks run on several nodes, or several planned nodes' ranks on one."""
+    """Raise NetworkError if the ranks of one planned node run on several nodes, or if two planned nodes are the same
+    node."""
     node_of, hint = dict[Any, str](), "start the plan's number of tasks on each node"
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         first_node = node_of.setdefault(place, node.node)
@@ -264,7 +270,7 @@ def check_addresses(nodes: Sequence[NodeTransports], job_nodes: Sequence[str]) -
 
 
 def _is_host_address(address: str) -> bool:
-    """Return whether `address` can be that of a NIC which other nodes reach."""
+    """Return whether other nodes can reach a NIC with this address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -273,8 +279,8 @@ def _is_host_address(address: str) -> bool:
 
 
 def links_of_rank(groups: Sequence[Mapping[str, Any]], nodes: Sequence[NodeTransports], rank: int) -> str:
-    """Return the NICs over which the recorded `groups` of `rank` reach other nodes, with their transport, and those
-    nodes."""
+    """Return a text that names each NIC over which `rank` reaches other nodes, its transport, and these nodes.
+    `groups`: the groups of `rank` in the run record."""
     own_node = nodes[rank]
     peers: dict[str, list[str]] = {}
     for group in groups:

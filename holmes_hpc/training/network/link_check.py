@@ -39,8 +39,8 @@ _DONE = f"{_BASE}/done"
 
 @dataclass(frozen=True)
 class Limits:
-    """Durations in seconds: of the wait for other nodes in each exchange (`join_s`), of a connection, of a sample, of a
-    repeated sample."""
+    """Durations in seconds. `join_s`: the longest wait for other nodes in one exchange; `connect_s`: the limit of
+    connecting to peers; `sample_s`: the length of a sample; `repeat_s`: the length of a repeated sample."""
 
     join_s: float = 30.0
     connect_s: float = 3.0
@@ -49,7 +49,7 @@ class Limits:
 
 
 def publish_error(store: Store, error: HolmesError) -> None:
-    """Publish this node's error as the outcome of the check, so that the other nodes do not wait for it."""
+    """Publish this node's error as the outcome of the check, so that the other nodes do not wait for this one."""
     arguments = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
         if not store.check([f"{_BASE}/nodes/all"]):
@@ -68,9 +68,9 @@ def run_link_check(
 ) -> list[Finding]:
     """Check all links together with the other nodes. One rank of each node calls it. Return warnings.
 
-    `info`: this node's, without ports; `nodes`: all, in rank order; `groups`: the groups of all ranks; `token`: any
-    text that only this run knows. Raise NetworkError for the first error, the same on all nodes. The outcome is stored
-    for :func:`await_link_check`.
+    `info`: the information of this node, without the ports of its link server; `nodes`: the names of all nodes, in rank
+    order; `groups`: the groups of all ranks; `token`: any text that only this run knows. On errors, raise the same
+    NetworkError on all nodes, for the first error. The outcome is stored for :func:`await_link_check`.
     """
     try:
         with LinkServer(info.node, token, info.nics) as server:
@@ -85,7 +85,8 @@ def run_link_check(
 
 
 def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
-    """Wait, on the other ranks of a node, until the check is over. Raise NetworkError if it failed or took too long."""
+    """Wait until the check is over. The ranks of a node that do not run the check call this function.
+    Raise NetworkError if the check failed or took too long."""
     errors, what = (RuntimeError, TimeoutError), f"no outcome within {timeout_s:g} s"
     hint = "look at the log of each node's first rank"
     with NetworkError.instead_of(*errors, where="link check", hint=hint, what=what):
@@ -163,7 +164,7 @@ class _LinkCheck:
         for number, links in enumerate(rounds):
             for link in links:
                 if link.sender == self.node:
-                    # the node to which the receiver sends in the same ring, unless it is this node
+                    # the node to which the receiver sends in the same round, unless it is this node
                     next_receivers = (
                         x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node
                     )
@@ -175,8 +176,8 @@ class _LinkCheck:
     def _sample(
         self, link: NodeLink, by_node: Mapping[str, NodeInformation], third: str | None
     ) -> list[tuple[NodeLink, float | None]]:
-        """Return (link, Gb/s) of a link. If it is slow, add a repeated measurement and that of the link to a `third`
-        node, which shows whether the sender or the receiver is slow."""
+        """Measure a link and return (link, Gb/s). If the link is slow, repeat the measurement. Then also measure the
+        link from this node to a `third` node, which shows whether the sender or the receiver is slow."""
 
         def measure(receiver: str, seconds: float) -> float | None:
             return sample(self.info.nics[link.kind], by_node[receiver].nics[link.kind], self.token, seconds)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from holmes_hpc.fabric.finding import MAX_SKEW_S, Finding
 from holmes_hpc.slurm.hostlist import compress
 
-WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate, below which a link is a warning, or an error
+WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate below which a link gives a warning, or an error
 # One TCP stream of a Python process reaches this rate on any machine. Faster NICs are graded against this rate.
 ONE_STREAM_GBPS = 5.0
 _NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for messages
@@ -19,8 +19,8 @@ _NAMES = {"rdma": "RDMA", "tcp": "Ethernet"}  # of a transport kind's NICs, for 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A node's NIC for one transport. `port`: where its link server listens; `gbps`: its declared rate; `gbps_to`: the
-    declared rate to nodes of another fabric, if different."""
+    """A node's NIC for one transport. `port`: the port of its link server; `gbps`: its declared rate; `gbps_to`:
+    another fabric -> the declared rate to nodes of that fabric, if the site has a link between both fabrics."""
 
     interface: str
     address: str
@@ -46,8 +46,8 @@ class NodeInformation:
 
 @dataclass(frozen=True)
 class CommunicationGroup:
-    """A process group between nodes. `kind`: of its transport; `ranks`: its global ranks; `sampled`: it carries the
-    model's traffic, so the links of a ring over its nodes are measured."""
+    """A process group between nodes. `kind`: its transport kind; `ranks`: its global ranks; `sampled`: it carries the
+    model's traffic, so that the links of a ring over its nodes are measured."""
 
     label: str
     kind: str
@@ -67,8 +67,9 @@ class NodeLink:
 
 @dataclass(frozen=True)
 class LinkReport:
-    """One node's results. `failed`: (link, error) of each peer that it could not reach; `measured`: (link, Gb/s) as the
-    receiver counted (None: the sample failed); `skew_s`: peer -> its clock minus this node's, if over a second."""
+    """One node's results. `failed`: (link, error) for each peer that the node could not reach; `measured`: (link, Gb/s
+    that the receiver counted, or None if the sample failed); `skew_s`: peer -> the seconds by which the peer's clock is
+    ahead of this node's (negative: behind), if more than one."""
 
     node: str
     failed: tuple[tuple[NodeLink, str], ...] = ()
@@ -102,9 +103,10 @@ def peer_links(infos: Sequence[NodeInformation], groups: Iterable[CommunicationG
 
 
 def measurement_rounds(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[list[NodeLink]]:
-    """Return the links to measure, in rounds: those of a ring over each sampled group's nodes, in rank order.
-    All links of a round are of one kind, and a node is at most once a sender and once a receiver. So no two samples
-    share a NIC's direction."""
+    """Return the links to measure, in rounds. They form a ring over the nodes of each sampled group, in rank order.
+
+    All links of a round are of one kind. A node sends on at most one of them and receives on at most one. So no two
+    samples of a round share the same direction of a NIC."""
     node_of = _node_of(infos)
     rings = [(group, list(dict.fromkeys(node_of[r] for r in group.ranks))) for group in groups if group.sampled]
     links = _unique(
@@ -125,7 +127,7 @@ def measurement_rounds(infos: Sequence[NodeInformation], groups: Iterable[Commun
 
 
 def declared_gbps(infos: Mapping[str, NodeInformation], link: NodeLink) -> float:
-    """Return the declared rate of a link's slower end in Gb/s, at most that of one TCP stream on any machine."""
+    """Return the declared rate of a link's slower end in Gb/s, limited to ONE_STREAM_GBPS."""
     sender, receiver = infos[link.sender], infos[link.receiver]
     ends = ((sender.nics[link.kind], receiver.fabric), (receiver.nics[link.kind], sender.fabric))
     return min(ONE_STREAM_GBPS, *(nic.gbps_to.get(fabric, nic.gbps) for nic, fabric in ends))
@@ -139,8 +141,8 @@ def grade(measured_gbps: float | None, declared: float) -> str:
 
 
 def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[CommunicationGroup]) -> list[Finding]:
-    """Return the faults that the nodes' information alone shows: a NIC that a group needs and a node lacks, one address
-    on two nodes, an unusual interface name."""
+    """Return the faults that are visible before any connection: a NIC that a group needs but a node lacks, an address
+    that two nodes have, an unusual interface name."""
     by_node = {info.node: info for info in infos}
     node_of = _node_of(infos)
     missing: dict[tuple[str, str], str] = {}
@@ -165,8 +167,8 @@ def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[Communic
 
 
 def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
-    """Return a warning for each node whose Ethernet interface is named unlike those of most nodes.
-    Do not warn if another node of its fabric uses that name too."""
+    """Return a warning for each node whose Ethernet interface has a different name from that of most nodes.
+    There is no warning if another node of the same fabric uses this name too."""
     names = {info.node: info.nics["tcp"].interface for info in infos if "tcp" in info.nics}
     usual = max(set(names.values()), key=list(names.values()).count, default="")
     if 2 * list(names.values()).count(usual) <= len(names):
@@ -183,7 +185,8 @@ def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
 
 
 def find_unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
-    """Return findings from failed connections: a fabric in two parts, a node that nobody reaches, or single pairs."""
+    """Return findings that explain failed connections: a fabric in two parts, a node with several failures, or single
+    pairs of nodes."""
     by_node = {info.node: info for info in infos}
     failed: dict[str, dict[frozenset[str], tuple[NodeLink, str]]] = {}
     for report in reports:
@@ -203,8 +206,10 @@ def _explain_pairs(
     kind: str, pairs: dict[frozenset[str], tuple[NodeLink, str]], infos: Mapping[str, NodeInformation]
 ) -> list[Finding]:
     """Return findings that explain all failed `pairs` of one transport kind.
-    The first finding explains all pairs of the node with most failures, the next one those of the next such node.
-    Two sets of nodes that do not reach each other have one finding. Each remaining single pair has its own."""
+
+    If two sets of nodes do not reach each other, one finding explains all pairs. Otherwise a finding explains all
+    pairs of the node with most failures, and the remaining pairs are explained in the same way. If each remaining node
+    has only one failure, each pair has its own finding."""
     findings: list[Finding] = []
     unexplained = dict(pairs)
     while unexplained:
@@ -235,8 +240,8 @@ def _explain_pairs(
 
 
 def _islands(pairs: Iterable[frozenset[str]]) -> tuple[list[str], list[str]] | None:
-    """Return two sets of nodes such that each node fails to reach exactly those of the other set, or None.
-    Both sets have several nodes."""
+    """Return two sets of several nodes, such that each node fails to reach exactly the nodes of the other set.
+    Return None if there are no such sets."""
     failing: defaultdict[str, set[str]] = defaultdict(set)
     for a, b in map(sorted, pairs):
         failing[a].add(b)
@@ -260,11 +265,10 @@ def _pair_finding(link: NodeLink, error: str, infos: Mapping[str, NodeInformatio
 
 
 def find_slow_links(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
-    """Return findings from samples: one for each NIC that explains slow links, or one for a link whose two NICs explain
-    it equally well.
+    """Return findings that explain the slow links: one per slow NIC, or one for a link if either NIC may be slow.
 
-    The best of several measurements of a link counts. The NIC with many slow and few good links explains all its slow
-    links. Then the next NIC is chosen for the remaining slow links.
+    If a link was measured several times, the highest rate counts. The NIC with the highest :func:`_score` explains all
+    its slow links. The remaining slow links are then explained in the same way.
     """
     by_node = {info.node: info for info in infos}
     best: dict[NodeLink, float] = {}
@@ -297,7 +301,8 @@ def _ends(link: NodeLink) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def _score(nic: tuple[str, str], links: Iterable[NodeLink], slow: set[NodeLink], grades: Mapping[NodeLink, str]) -> int:
-    """Return how well a NIC explains the slow links: two points for each of its slow links, minus one for each good."""
+    """Return how well a NIC explains slow links: two points for each of its links in `slow`, minus one for each of
+    its good links."""
     return sum(2 if link in slow else -(grades[link] == "ok") for link in links if nic in _ends(link))
 
 
@@ -317,7 +322,8 @@ def _slow_nic(node: str, worst: NodeLink, gbps: float, level: str, infos: Mappin
 
 
 def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Sequence[Endpoint]) -> Finding:
-    """Return the finding for a link that carries `gbps` of the `declared` rate. `nics`: of its sender and receiver."""
+    """Return the finding for a link that carries `gbps` of the `declared` rate. `nics`: the sender's NIC
+    and the receiver's."""
     a, b = nics
     where = f"nodes {' and '.join(sorted((link.sender, link.receiver)))}"
     ends = f"{a.text} of {link.sender} to {b.text} of {link.receiver}"
@@ -327,8 +333,8 @@ def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Se
 
 
 def find_clock_skew(reports: Sequence[LinkReport]) -> list[Finding]:
-    """Return a warning for each node whose clock is over a minute off: the median of its skews from other nodes.
-    At least half of the nodes must have reported a skew."""
+    """Return a warning for each node whose clock is over a minute off. A node's skew is the median of the skews that
+    other nodes report for it. It counts only if at least half of the nodes report one."""
     offsets: dict[str, list[float]] = {}
     for report in reports:
         for node, seconds in report.skew_s.items():

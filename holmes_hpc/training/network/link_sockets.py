@@ -1,4 +1,4 @@
-"""Sockets between nodes: a server that answers and measures, many connections at once, bandwidth samples."""
+"""Sockets between nodes: the link server, connections to many link servers in parallel, and samples of bandwidth."""
 
 import contextlib
 import json
@@ -19,14 +19,15 @@ from holmes_hpc.training.network.link_diagnosis import Endpoint
 MAX_CONNECTIONS = 256  # at a time, each in a thread; the usual limit of open files is 1,024
 HEADER_BYTES = 1024
 CHUNK_BYTES = 1 << 18
-WARM_UP = 0.2  # share of a sample's time that does not count, for TCP's slow start and a shaper's burst
+WARM_UP = 0.2  # share of a sample's time that does not count, because of TCP's slow start and traffic shapers
 PATIENCE = 4  # a sample in which nothing arrives ends after this many times its length
 MAX_SAMPLE_S = 5.0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """A peer's answer. `skew_s`: its clock minus this node's; `failure`: why it did not answer with its name, or ""."""
+    """A peer's answer. `skew_s`: its clock minus this node's, in seconds; `failure`: why there is no valid answer,
+    "" if there is one."""
 
     skew_s: float = 0.0
     failure: str = ""
@@ -47,9 +48,9 @@ def bound_socket(interface: str, address: str) -> socket.socket:
 
 
 class LinkServer(contextlib.ExitStack):
-    """A server on each of this node's NICs. `nics`, `ports`: of each transport kind.
+    """The link servers of this node, one on each NIC. `nics`: transport kind -> NIC; `ports`: transport kind -> port.
 
-    It answers only clients that know `token`. Raise NetworkError if an address cannot be used.
+    They answer only clients that know `token`. Raise NetworkError if an address cannot be used.
     """
 
     def __init__(self, node: str, token: str, nics: Mapping[str, Endpoint]) -> None:
@@ -96,8 +97,8 @@ def _close(listener: socket.socket) -> None:
 def _received_gbps(connection: socket.socket, seconds: float) -> float:
     """Receive for `seconds` from the first byte on. Return the rate after the warm-up in Gb/s, 0 if nothing arrived.
 
-    If nothing arrives after the warm-up, continue for a while: the link may be very slow, or the machine too busy to
-    run this thread."""
+    If nothing arrives after the warm-up, continue for up to PATIENCE times `seconds`, because the link may be very
+    slow, or the machine too busy to run this thread."""
     buffer = bytearray(CHUNK_BYTES)
     connection.recv_into(buffer)
     start = time.monotonic()
@@ -128,8 +129,7 @@ def _read_line(connection: socket.socket) -> bytes:
 
 
 def reach(source: Endpoint, targets: Mapping[str, Endpoint], token: str, timeout_s: float) -> dict[str, Reply]:
-    """Connect to all `targets` (node -> its link server) at once from `source`.
-    Return each node's reply."""
+    """Connect from `source` to all `targets` (node -> its link server) in parallel. Return node -> its reply."""
     with ThreadPoolExecutor(MAX_CONNECTIONS) as pool:
         replies = pool.map(lambda node: _reach_target(source, node, targets[node], token, timeout_s), targets)
         return dict(zip(targets, replies, strict=True))
@@ -185,7 +185,7 @@ def sample(source: Endpoint, target: Endpoint, token: str, seconds: float) -> fl
 
 
 def _send_until_answer(s: socket.socket, seconds: float) -> None:
-    """Send until the receiver answers, or until over PATIENCE times `seconds` have passed."""
+    """Send until the receiver answers, for at most PATIENCE times `seconds` plus one second."""
     block, deadline = memoryview(bytes(CHUNK_BYTES)), time.monotonic() + PATIENCE * seconds + 1
     s.setblocking(False)
     with selectors.DefaultSelector() as selector:
@@ -197,6 +197,6 @@ def _send_until_answer(s: socket.socket, seconds: float) -> None:
             try:
                 with contextlib.suppress(BlockingIOError):
                     s.send(block)
-            except ConnectionError:  # closed after its answer, which is still unread
+            except ConnectionError:  # the receiver has answered and closed; its answer can still be read
                 break
     s.settimeout(2)

@@ -33,8 +33,8 @@ _BYTES_ACKED, _BUSY_US = 120, 168  # offsets in struct tcp_info of linux/tcp.h, 
 
 
 class Connection(NamedTuple):
-    """The counters of what a TCP connection has sent: the `bytes` that its peer has acknowledged, and `busy_s`, the
-    seconds in which data was underway. Time in which the receiver accepted no data does not count."""
+    """The addresses and send counters of a TCP connection. `bytes`: the bytes that the peer has acknowledged; `busy_s`:
+    the seconds in which sent data was underway, without the time in which the receiver accepted no data."""
 
     local: str
     remote: str
@@ -43,10 +43,11 @@ class Connection(NamedTuple):
 
 
 def read_counters(sysfs: Path = Path("/sys")) -> Counters:
-    """Return interface name, or ``device:port`` of an RDMA port -> bytes (sent, received) since boot.
+    """Return the counters of all NICs since boot: interface name, or ``device:port`` of an RDMA port -> bytes (sent,
+    received).
 
-    NICs that cannot be read are omitted. Interfaces count the kernel's traffic. RDMA ports count RDMA traffic, and
-    that of IPoIB, which the IPoIB interface counts too.
+    NICs that cannot be read are omitted. Interfaces count the kernel's traffic. RDMA ports count RDMA traffic and the
+    traffic of IPoIB, which the IPoIB interface counts too.
     """
     counters: Counters = {}
     for interface in (sysfs / "class/net").glob("*/statistics"):
@@ -72,8 +73,8 @@ def counter_difference(old: Mapping[str, tuple[int, int]], new: Mapping[str, tup
 def bytes_by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> dict[str, tuple[int, int]]:
     """Return the sums of `counters`: kind (``ib``, ``roce``, ``ethernet`` or ``other``) -> bytes (sent, received).
 
-    ``other``: management, containers, storage (RDMA ports that NCCL does not use). No byte is counted twice: IPoIB
-    counts with its port if ports have counters, members of a bond with the bond.
+    ``other``: NICs for management, containers and storage (RDMA ports that NCCL does not use). No byte is counted
+    twice: IPoIB interfaces are omitted if the IB ports have counters, and members of a bond are always omitted.
     """
     ports = [p for p in nics.ports if p.kind in ("ib", "roce")]
     compute = {p.name for nic in (NicType.IB, NicType.ROCE) for p in nics.compute_ports(nic)}
@@ -124,11 +125,11 @@ def _connections() -> dict[int, Connection]:
 
 
 class Traffic:
-    """The traffic counters of a rank's node. `by_nic`, `connections`: what the last :meth:`take` counted on each NIC of
-    the node, and on each TCP connection of this rank.
+    """The traffic counters of a rank and its node. The last :meth:`take` sets `by_nic`, the bytes on each NIC of the
+    node, and `connections`, the counters of this rank's TCP connections.
 
-    Only the first rank of a node counts NICs, so that sums over ranks are sums over nodes. The other ranks count zero
-    bytes, and so do all ranks if they share one host.
+    Only the first rank of a node counts NICs, so that a sum over ranks is a sum over nodes. On other ranks, the counts
+    of NICs are zero. If all ranks share one host, all counts are zero.
     """
 
     def __init__(self, plan: Plan, launch: Launch, nics: NodeNics) -> None:
@@ -141,7 +142,8 @@ class Traffic:
 
     def take(self) -> tuple[float, ...]:
         """Return seven byte counts since the last call: Ethernet sent and received; RDMA sent and received; sent over
-        NICs outside the plan; sent by this rank's own TCP connections over Ethernet NICs, and over RDMA NICs."""
+        NICs outside the plan; sent by this rank's own TCP connections from addresses of Ethernet NICs, and from
+        addresses of RDMA NICs."""
         previous, self._tcp = self._tcp, {} if self.one_host else _connections()
         self.connections = [
             c._replace(bytes=c.bytes - old.bytes, busy_s=c.busy_s - old.busy_s)
@@ -158,8 +160,8 @@ class Traffic:
         return (*self._sums(self.by_nic), tcp[0], tcp[2])
 
     def sent_to(self, addresses: Collection[str]) -> tuple[float, float]:
-        """Return the bytes that this rank's TCP connections to `addresses` sent in the last :meth:`take`, and for how
-        many seconds the busiest of them sent."""
+        """Return the bytes that this rank's TCP connections to `addresses` sent between the last two calls of
+        :meth:`take`, and the seconds in which the busiest connection sent."""
         connections = [c for c in self.connections if c.remote in addresses]
         return float(sum(c.bytes for c in connections)), max((c.busy_s for c in connections), default=0.0)
 
@@ -172,9 +174,10 @@ class Traffic:
 
 
 class NicLog:
-    """``nics/NODE.jsonl`` of the run: the bytes of every NIC of this node, a line per step, by the node's first rank.
+    """The file ``nics/NODE.jsonl`` of the run: the bytes of every NIC of this node, one line per step.
 
-    Lines are written together, at most once a second, so that a shared file system gets few small writes.
+    The node's first rank collects the lines and writes them at most once a second, so that a shared file system gets
+    few small writes.
     """
 
     def __init__(self, folder: Path, node: str, attempt: int) -> None:
@@ -183,7 +186,7 @@ class NicLog:
         self._last_write = 0.0
 
     def add(self, step: int, counted: Counters) -> None:
-        """Add one step's bytes of each NIC, without idle and virtual NICs."""
+        """Add a line with one step's bytes of each NIC. Idle and virtual NICs are omitted."""
         nics = {
             name: {"tx": tx, "rx": rx}
             for name, (tx, rx) in sorted(counted.items())
@@ -204,8 +207,8 @@ class NicLog:
 
 
 def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:
-    """Return the bytes of all nodes: fabric name or ``ethernet`` -> {tx, rx}. `rows`: every rank's
-    :meth:`Traffic.take`."""
+    """Return the bytes of all nodes: fabric name or ``ethernet`` -> {tx, rx}. `rows`: the result of
+    :meth:`Traffic.take` on every rank."""
     total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
     ends = list(accumulate(c.ranks for c in plan.components))
     for component, ranks in zip(plan.components, np.split(rows, ends[:-1]), strict=True):
@@ -235,11 +238,12 @@ def header_factors(
 ) -> dict[str, float]:
     """Return fabric name or ``ethernet`` -> bytes on the wire (with headers and acknowledgements) per byte of payload.
 
-    A known amount is sent between two nodes. All ranks call it; `new_group(ranks, kind)` creates the pair's group,
-    `gather(row)` returns every rank's row on all ranks, and synchronizes them.
+    For each network, a known amount of data is sent between two nodes. All ranks call this function.
+    `new_group(ranks, kind)`: creates the process group of the two ranks; `gather(row)`: synchronizes the ranks and
+    returns the rows of all ranks on each rank.
 
-    With `cuda`, fabrics have the factor 1: a sample over TCP cannot measure RDMA. RDMA ports count some 60 bytes of
-    headers with each packet of 1 to 4 KiB, well within the audit's tolerance.
+    With `cuda`, fabrics have the factor 1, because a sample over TCP cannot measure RDMA. RDMA ports count some 60
+    bytes of headers with each packet of 1 to 4 KiB, which is well within the audit's tolerance.
     """
     factors: dict[str, float] = {}
     for kind, ranks in ({} if traffic.one_host else sample_pairs(plan)).items():

@@ -1,8 +1,8 @@
-"""The watch of the next node: an idle TCP connection over each NIC in use, which the kernels keep alive.
+"""The watch of the next node: an idle TCP connection over each NIC in use, on which the kernel sends keepalive probes.
 
 A node that loses its power or its network closes no connection, so its peers would wait for `train.net_timeout_s`. Each
-node therefore watches the next one, in a ring of all nodes over Ethernet and in a ring of its fabric's nodes over RDMA
-NICs. The kernels answer, so a stopped or busy process is not taken for a silent node.
+node therefore watches the next node, in a ring of all nodes over Ethernet and in a ring of its fabric's nodes over RDMA
+NICs. The watched node's kernel answers the probes, so a stopped or busy process does not make its node look silent.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Listener(NamedTuple):
 
 
 class PeerWatch:
-    """The connections from `node` to the next one of each ring.
+    """The connections from `node` to the next node of each ring.
 
-    Other nodes connect to `ports`, by transport kind. Their connections wait in a listener's queue, where the kernel
-    answers probes."""
+    `ports`: transport kind -> the port to which the previous node connects. This process never accepts the connection:
+    it stays in the listener's queue, where the kernel answers probes."""
 
     def __init__(self, node: NodeTransports) -> None:
         self._node = node
@@ -86,7 +86,7 @@ class PeerWatch:
 
 
 def watch_next_nodes(rank: int, nodes: Sequence[NodeTransports], store: Any) -> PeerWatch:
-    """Return the watch of the next node in each ring. The first rank of every node calls it. `nodes`: of all ranks."""
+    """Return the watch of the next node in each ring. The first rank of every node calls it. `nodes`: by rank."""
     node, by_name = nodes[rank], {n.node: n for n in nodes}
     watch = PeerWatch(node)
     ports = exchange(store, "watch", node.node, list(by_name), watch.ports, kind="nodes")

@@ -17,13 +17,13 @@ from holmes_hpc.planning.plan.parallel import Parallel
 
 
 def pipeline_stub(stage: int, stages: int) -> Any:
-    """Return a stand-in for a pipeline's process group, only asked for its rank (the stage) and its size."""
+    """Return a stand-in for a pipeline's process group, with only the methods rank (the stage) and size."""
     return SimpleNamespace(rank=lambda: stage, size=lambda: stages)
 
 
 class _PerStageRanks:
     """A stand-in for Megatron-Core's RankGenerator, which returns the ranks of all groups of a kind.
-    For a kind not listed in `_ranks`, such as Megatron-Core 0.18's for sharded weights, each rank is a group alone."""
+    For kinds that `_ranks` lacks (in Megatron-Core 0.18, those for sharded weights), each rank is a group by itself."""
 
     def __init__(self, parallel: Parallel) -> None:
         grid = parallel.grid()
@@ -46,8 +46,8 @@ class _PerStageRanks:
 
 @contextmanager
 def per_stage_ranks(parallel: Parallel, rank: int) -> Iterator[None]:
-    """Let Megatron-Core create its groups from `parallel` in the ``with`` block, whatever sizes it is given. Then set
-    the stage of `rank`."""
+    """Make Megatron-Core create its groups from `parallel` in the ``with`` block, whatever sizes are passed to it.
+    After the block, set the pipeline stage of `rank`."""
     original = parallel_state.RankGenerator
     parallel_state.RankGenerator = lambda **_: _PerStageRanks(parallel)
     try:

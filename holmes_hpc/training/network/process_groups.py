@@ -1,4 +1,4 @@
-"""Process groups on the plan's networks, and Megatron-Core's parallel state made of them.
+"""Process groups on the plan's networks, and Megatron-Core's parallel state with these groups.
 
 Gloo gets one interface per group, NCCL one network name per communicator.
 """
@@ -27,16 +27,16 @@ from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
-MAX_MESH = 64  # a gloo group of more ranks connects each pair at its first use; else all pairs connect at its creation
-# Megatron-Core's names of groups that exchange while gradients are reduced; the last two mean one group.
+MAX_MESH = 64  # in larger gloo groups, pairs of ranks connect at first use; in others, all pairs connect at creation
+# Megatron-Core's names of groups that communicate while gradients are reduced; the last two mean the same group.
 _EXCHANGES = ("context parallel", "expert model parallel", "expert tensor and model parallel")
 
 
 def _create_gloo(options: Any, pg_options: dict[str, str]) -> Any:
-    """Return a ProcessGroupGloo on one interface. For backend gloo, ``new_group`` ignores the options that set one.
+    """Return a ProcessGroupGloo on one interface. For backend gloo, ``new_group`` ignores options that set one.
 
-    It has one thread. In torch 2.13 all threads write the name of the group's last collective without a lock. A name of
-    more than 15 letters, such as a coalesced gather's, is then freed twice if two collectives end at once.
+    The group has one thread. In torch 2.13, all threads of a group write the name of its last collective without lock.
+    If two collectives end at the same time, a name of more than 15 letters (a coalesced gather) is freed twice.
     """
     gloo_options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     lazy = {"lazy_init": True} if options.group_size > MAX_MESH else {}
@@ -67,10 +67,10 @@ def nccl_options(transport: Transport, site: Site, urgent: bool = False) -> Any:
 class Groups:
     """The process groups of a rank, each created on its transport.
 
-    `timeout_s`: of their set-up and of gloo's collectives. NCCL's timeout ends the process without a message, so it is
-    longer than `watchdog_s`. `records`: the groups of this rank, for the run record. `embedding_group`: the group of
-    all ranks of the first and the last stage, if the embedding is tied and the plan has per-stage TP/DP; None on other
-    ranks.
+    `timeout_s`: the limit of the groups' set-up and of gloo's collectives. NCCL's own timeout ends the process without
+    a message, so it is at least twice `watchdog_s`, the limit of the watchdog. `records`: the groups of this rank, for
+    the run record. `embedding_group`: with a tied embedding and per-stage TP/DP, the group of all ranks of the first
+    and the last stage; None on other ranks.
     """
 
     plan: Plan
@@ -87,7 +87,7 @@ class Groups:
         """Create torch's default group, WORLD. `store`: the store of the rendezvous."""
         register()
         everyone = tuple(range(self.plan.world_size))
-        # With CUDA, WORLD has control traffic only and needs no RDMA: create_group creates other groups of all ranks.
+        # With CUDA, WORLD has only control traffic and needs no RDMA. create_group makes separate groups for training.
         transport = self.plan.transport_of(everyone, host_memory=self.cuda)
         if self.cuda:
             os.environ.update(self.node.environment)
@@ -111,8 +111,8 @@ class Groups:
         urgent: bool = False,
     ) -> Any:
         """Return a new group of `ranks`. All ranks call it in the same order. Raise NetworkError if it fails.
-        `transport`: None for the plan's transport of these ranks; `gloo`: for tensors on the host, also if training
-        uses CUDA; `urgent`: see :func:`nccl_options`."""
+        `transport`: None for the plan's transport of these ranks; `gloo`: use gloo, for tensors in host memory, even if
+        training uses CUDA; `urgent`: see :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)
         with self._creation(kind, ranks, transport, nccl=self.cuda and not gloo, urgent=urgent) as arguments:
             return dist.new_group(list(ranks), group_desc=kind, **arguments)
@@ -153,8 +153,8 @@ class Groups:
         """Create a group for Megatron-Core, in place of ``parallel_state.create_group``.
 
         On a CPU, one group replaces all groups of the same ranks (dp, dp_cp, their gloo groups, …), because each group
-        opens a connection per pair of ranks. Megatron-Core uses these groups one after the other. Only experts and
-        ranks that share sequences exchange while gradients are reduced, so they have groups of their own.
+        opens a connection per pair of ranks. They can share one because Megatron-Core uses them one after the other.
+        Only the groups of expert and context parallelism communicate while gradients are reduced. They are separate.
         """
         members = tuple(ranks)
         kind = group_desc.lower().replace("_group", "").replace("_", " ")

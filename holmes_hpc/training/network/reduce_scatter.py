@@ -1,7 +1,8 @@
-"""A reduce-scatter of gloo ranks in which each rank sends only its bytes, in both directions at once.
+"""A reduce-scatter for gloo in which each rank sends only what its peers need, while it receives from them.
 
-Gloo's own reduce-scatter moves an all-reduce. Its all-to-all sends before it receives: of two ranks, the later one
-announces its receive behind its data, so that the directions take turns (benchmarks/results/limit.md).
+Gloo's own reduce-scatter sends the bytes of an all-reduce. Gloo's all-to-all posts its sends before its receives. The
+later of two ranks then announces its receive only after its data, so that the two directions take turns
+(benchmarks/results/limit.md).
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ import torch.distributed as dist
 
 @dataclass(frozen=True)
 class ReduceScatter:
-    """A reduce-scatter under way. `parts` (n, m): of all n ranks, for this rank. `output`: (m)."""
+    """A reduce-scatter in progress over n ranks. `works`: its sends and receives; `parts`: the values of every rank for
+    this rank, (n, m); `output`: their sum, (m)."""
 
     works: list[Any]
     parts: torch.Tensor
@@ -30,7 +32,7 @@ def reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
 ) -> ReduceScatter | None:
     """Sum `input` (n * m) over the n ranks of `group`, and leave this rank's m elements in `output`.
-    Same arguments as Megatron-Core's `reduce_scatter_with_fp32_accumulation`, which it replaces."""
+    The arguments are those of Megatron-Core's `reduce_scatter_with_fp32_accumulation`, which this function replaces."""
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"the reduce-scatter sums only, it cannot {op}")
     group = group or dist.group.WORLD

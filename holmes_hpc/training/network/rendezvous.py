@@ -2,7 +2,8 @@
 
 The published file is named after this start of the run, and only the run's user may read it. So no rank uses the file
 of an earlier start or of another user, and the store admits only ranks that can read the file (authentication.py).
-A launcher's own rendezvous (torchrun's MASTER_ADDR) is used if there is one. It has no secret; rank 0 warns about it.
+If the launcher has its own rendezvous (torchrun's MASTER_ADDR), its store is used instead. That store has no secret,
+and rank 0 warns if other machines can reach it.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import log_line
 
 POLL_S = 0.05
-CONNECT_TIMEOUT_S = 20.0  # to connect to a published address: rank 0 listens before it publishes
+CONNECT_TIMEOUT_S = 20.0  # limit of connecting to a published address, where rank 0 already listens
 OWNER_ONLY = 0o600
 PORT_TRIES = 10  # attempts to find a port that is free at the addresses of the store and of the proxy
 _open_servers: list[object] = []  # must live as long as this process
@@ -42,8 +43,8 @@ _open_servers: list[object] = []  # must live as long as this process
 class Rendezvous:
     """The address of rank 0's authentication server, and its secret (hexadecimal).
 
-    `attempt`: the number of this start in the run's record, below 0 if it has none; `error`: why there is no store, ""
-    if there is one; `exit_code`: of all ranks after that error.
+    `attempt`: the number of this attempt in the run record, below 0 if it is not recorded; `error`: why rank 0 has no
+    store, "" if it has one; `exit_code`: the exit code of all ranks after that error.
     """
 
     address: str
@@ -91,7 +92,8 @@ def _start_servers(
     address: str, secret: bytes
 ) -> tuple[FilteredListener, authentication.AuthenticationServer, authentication.LoopbackProxy]:
     """Return the store's listener, its authentication server, and a proxy with the listener's port.
-    TCPStore on rank 0 listens and connects at one port number. If the proxy cannot have it, try another listener."""
+    Rank 0's TCPStore uses one port number both to listen and to connect, and it connects to the proxy. If the proxy
+    cannot have the listener's port, try another listener."""
     for tries_left in reversed(range(PORT_TRIES)):
         listener = FilteredListener(address, authentication.packet_key(secret))
         server = authentication.AuthenticationServer(address, secret, listener)
@@ -147,8 +149,9 @@ def join_store(
 ) -> dist.TCPStore:
     """Return the store that rank 0 published. Called by the other ranks.
 
-    `interface`: for messages; `on_attempt`: called with the number of this attempt. Raise NetworkError if rank 0
-    publishes nothing in time (it died, or the run directory is not shared), or if this node cannot reach its address.
+    `interface`: its name, for messages; `on_attempt`: called with the number of this attempt. Raise NetworkError if
+    rank 0 publishes nothing in time (it died, or the run directory is not shared), or if this node cannot reach the
+    published address. If rank 0 published an error, raise this error.
     """
     path, deadline = published_path(run_dir, launch), time.monotonic() + timeout_s
     published, problem = None, ""
@@ -220,9 +223,10 @@ def exchange(
 ) -> list[Any]:
     """Publish this member's `value`, and return all members' values as plain data, in the order of `members`.
 
-    `members`: ranks or nodes, all of which call it; `kind`: their plural, for messages. The last member puts all values
-    into one compressed entry, so that N ranks make N reads, not N². Raise NetworkError that names the members missing
-    after `timeout_s` (None: the store's), or the error that a member stored in place of values (:func:`set_outcome`).
+    `members`: the ranks or nodes, each of which calls this function; `kind`: ``ranks`` or ``nodes``, for messages. The
+    last member to call it puts all values into one compressed entry, so that N members make N reads instead of N².
+    Raise NetworkError that names the members missing after `timeout_s` (None: the store's timeout). If a member stored
+    an error in place of the values (:func:`set_outcome`), raise this error.
     """
     store.set(f"{name}/{member}", msgspec.json.encode(value).decode())
     if store.add(f"{name}/count", 1) == len(members):

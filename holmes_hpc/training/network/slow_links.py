@@ -27,15 +27,16 @@ _SLOW_STAGE_HINT = (
 
 
 class SlowLinkDetector:
-    """Finds links that are busy for too long per step.
+    """A detector of links that are busy for too long per step.
 
-    A link is slow in a window of steps if its median time exceeds MIN_S, and SLOWDOWN times both `expected_s`, the
-    planned seconds, and its fastest window so far. It is reported once, and again if it recovers and slows down again.
-    Of its two directions only the slower is reported, because the other one's acknowledgements pass over it.
+    The time of a link is its median over a window of steps. A link is slow if its time exceeds MIN_S, and also exceeds
+    SLOWDOWN times the planned seconds (`expected_s`) and SLOWDOWN times its fastest window so far. A slow link is
+    reported once, and again if it recovers and slows down again. If both directions are slow, only the slower one is
+    reported, because the acknowledgements of the other direction travel with it.
 
-    `columns`: for each link, its columns of a step's values, which `reduce` combines into its seconds; `describe`:
-    returns the finding for (number of the link, its median seconds, the seconds of its fastest window). `slow`: the
-    links that are slow now: the finding's `where` -> slowdown.
+    `columns`: for each link, its columns in the values of a step; `reduce`: combines these columns into the link's
+    seconds; `describe`: (number of the link, its median seconds, seconds of its fastest window) -> Finding; `slow`: the
+    links that are slow now, `where` of the finding -> slowdown.
     """
 
     def __init__(
@@ -78,8 +79,8 @@ def slow_link_detector(
 ) -> SlowLinkDetector:
     """Return the detector of stages whose gradient synchronization is slow, for a plan whose ranks run on `nodes`.
 
-    Its values are every rank's seconds. The fastest rank of a stage counts: the others may wait for a slow computation.
-    `factors`: see :class:`holmes_hpc.training.network.audit.Audit`."""
+    The values of a step are the seconds of every rank. A stage's time is that of its fastest rank, because its other
+    ranks may be waiting for a slow computation. `factors`: see :class:`holmes_hpc.training.network.audit.Audit`."""
     stages = plan.parallel.stage_ranks
     groups = {f"{g.kind} of ranks {abbreviated(g.ranks, ',')}": g for g in plan.transports() if g.kind in _DP}
     senders = {kind: len({plan.places[g.ranks[0]] for g in groups.values() if g.kind == kind}) for kind in _DP}
@@ -112,8 +113,8 @@ def slow_link_detector(
 def slow_edge_detector(plan: Plan, nodes: Sequence[NodeTransports], planned: PlannedBytes) -> SlowLinkDetector:
     """Return the detector of pipeline edges over slow TCP connections, for a plan whose ranks run on `nodes`.
 
-    Its values are those of :meth:`Destinations.edge_seconds`. A link is the pair of NICs of two nodes; its time is that
-    of its busiest connection. Edges over RDMA carry no TCP traffic, so they are not monitored.
+    The values of a step are those of :meth:`Destinations.edge_seconds`. A link is a pair of NICs of two nodes. Its time
+    is that of its busiest connection. Edges over RDMA carry no TCP traffic, so they are not monitored.
     """
 
     def addresses(sender: int, receiver: int, kind: str) -> tuple[str, str]:

@@ -45,9 +45,10 @@ class Cast(Codec):
 class RowScaled(Codec):
     """A codec that rounds to a type of small range, with one scale per row (one token's hidden vector).
 
-    The scale maps the row's largest value to the type's largest: gradients of activations are often too small for fp16.
-    On the wire: bytes, shape (rows, columns * size + 4); the last four are the row's largest absolute value as fp32.
-    A row with inf or nan arrives as nan, so that loss scaling and checks for bad values still detect it.
+    The scale maps the row's largest absolute value to the largest value of the type, because gradients of activations
+    are often too small for fp16. The tensor on the wire has bytes, (rows, columns * size + 4). The last four bytes of a
+    row are its largest absolute value in fp32. A row with inf or nan arrives as nan, so that loss scaling and checks
+    for bad values still detect it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -79,6 +80,6 @@ _CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire (64: m
 
 
 def codec(edge_dtype: str, model_dtype: torch.dtype) -> Codec:
-    """Return the codec of `plan.edge_dtype` for activations of `model_dtype`; the identity if it would save nothing."""
+    """Return the codec of `plan.edge_dtype` for activations of `model_dtype`; IDENTITY if it saves no bytes."""
     size, chosen = _CODECS[edge_dtype]
     return chosen if size < model_dtype.itemsize else IDENTITY

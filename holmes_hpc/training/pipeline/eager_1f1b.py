@@ -11,16 +11,16 @@ transfer. In the figure time runs to the right; ``0`` is the forward pass of mic
 
 There are three differences:
 - Receives are posted early, so that data is transferred as soon as it exists. planning/schedule/launches.py decides
-  when, such that no GPU deadlocks.
+  when to post them, such that no GPU deadlocks.
 - Sends complete in the background.
-- Stage s holds `in_flight[s]` micro-batches. In 1F1B a stage holds one more than the next stage. If a transfer takes h
-  stage times, a stage should hold 2h more than that; the planner limits this by the memory.
-With 1F1B's pp - s in flight the order of passes is exactly 1F1B's.
+- Stage s holds `in_flight[s]` micro-batches. In 1F1B, a stage holds one more than the next stage. If a transfer takes h
+  times as long as a stage computes one micro-batch, a stage should hold 1 + 2h more than the next, if memory allows.
+If `in_flight[s]` is pp - s, as in 1F1B, the order of passes is exactly that of 1F1B.
 
-The order of passes in a stage is fixed in advance, because all ranks of a tensor-parallel group must use the same one.
+The order of passes in a stage is fixed in advance, because all ranks of a tensor-parallel group must use one order.
 Forward and backward passes are in Megatron's order of micro-batches. So every gradient is summed in the same order as
 under Megatron's schedules, and results are equal bit for bit. Model chunks (virtual stages) alternate as in Megatron's
-interleaved schedule; in_flight then counts passes of a chunk.
+interleaved schedule. `in_flight` then counts each chunk of a micro-batch.
 """
 
 import contextlib
@@ -51,11 +51,11 @@ from holmes_hpc.training.session import Session
 
 
 class TraceEvent(NamedTuple):
-    """An event for a tracer, with the keys of a line of a trace (metrics/breakdown.py).
+    """An event for a tracer. Its fields are keys of a line of a trace (metrics/breakdown.py).
 
-    `kind`: forward, backward, weight (computing), wait_forward, wait_backward (blocked by an edge), send_forward,
-    receive_forward, send_backward, receive_backward (posted at `start_s`, left or arrived at `end_s`). `held`: the
-    number of micro-batches (passes of a chunk) whose activations the stage held.
+    `kind`: forward, backward or weight for computing; wait_forward or wait_backward for waiting for a transfer;
+    send_forward, receive_forward, send_backward or receive_backward for a transfer, posted at `start_s` and complete at
+    `end_s`. `held`: the number of micro-batches (of each chunk) whose activations the stage held.
     """
 
     kind: str
@@ -86,11 +86,11 @@ def run_eager_1f1b(
 ) -> list[Any]:
     """Run one step in place of Megatron-Core's ``forward_backward_func``.
 
-    Return what the loss function returned for each micro-batch on the last stage, else [].
+    Return the loss function's result for each micro-batch on the last stage, [] on other stages.
 
     Bind `order` (the plan's), `tracer` and `weights` (see :func:`weight_gradients`) with ``functools.partial``. With
-    per-stage TP/DP, `num_microbatches` counts the micro-batches of all replicas. The loss is divided by it, and
-    gradients are summed over a stage's replicas. Otherwise `num_microbatches` takes precedence over `order`.
+    per-stage TP/DP, `num_microbatches` counts the micro-batches of all replicas. The loss is divided by this number,
+    and gradients are summed over a stage's replicas. Otherwise `num_microbatches` replaces the number in `order`.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
@@ -251,9 +251,9 @@ class TraceReporter:
 class GradientReduction:
     """The rules by which Megatron reduces gradients across data-parallel ranks, for one chunk or several.
 
-    Reductions are suppressed (``no_sync``) except in each chunk's last backward pass. There every bucket is reduced as
-    soon as it is complete, in parallel with transfers. With a ``grad_sync_func`` (aligned reductions) only the first
-    stage does so, if it has one chunk; the other stages reduce after that pass.
+    Reductions are suppressed (``no_sync``) except in each chunk's last backward pass. In this pass, every bucket is
+    reduced as soon as it is complete, in parallel with transfers. With a ``grad_sync_func`` (aligned reductions), this
+    applies only to a first stage with one chunk. All other chunks are then reduced after their last backward pass.
     """
 
     def __init__(self, config: Any, models: Sequence[torch.nn.Module], first_stage: bool) -> None:
@@ -310,9 +310,9 @@ def communicator(session: Session, groups: ProcessGroupCollection, config: Any) 
     """Return the point-to-point communicator of this rank; None without a pipeline.
 
     It uses a group per direction of each edge. Plain Megatron-LM (``transport=single``) uses the pipeline's group if
-    that is NCCL's, which carries both directions at once. A gloo group of two ranks has one connection, on which the
-    two directions wait for each other (benchmarks/one_connection.py). So with gloo plain Megatron-LM also gets a group
-    per direction; otherwise comparisons on CPUs would show it slower than it is on GPUs.
+    this is an NCCL group, which carries both directions at the same time. A gloo group of two ranks has one connection,
+    on which the two directions wait for each other (benchmarks/one_connection.py). So with gloo, plain Megatron-LM also
+    gets a group per direction. Otherwise comparisons on CPUs would show it slower than it is on GPUs.
     """
     plan = session.plan
     if plan.parallel.pp == 1 and not plan.is_per_stage:

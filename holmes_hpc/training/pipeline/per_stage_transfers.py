@@ -1,7 +1,8 @@
-"""Edges between stages with per-stage TP/DP: from every replica of a stage to each that shares a micro-batch with it.
+"""Edges between stages with per-stage TP/DP.
 
-They are the two-rank channels of point_to_point.py. Between stages of different TP the sequence is split differently.
-Each rank sends the rows of its part to the ranks that need them, so that every byte is sent once.
+Two replicas of neighbouring stages have edges between them if they share a micro-batch. Edges consist of
+two-rank channels (point_to_point.py). Stages with different TP split a sequence differently. Each rank sends the rows
+of its part to the ranks that need these rows, so that every byte is sent once.
 """
 
 from collections import defaultdict
@@ -16,7 +17,7 @@ from holmes_hpc.training.pipeline.point_to_point import Channel, Edges, NewGroup
 
 class SplitChannel:
     """A :class:`Channel` to several ranks, each of which has some rows of every tensor.
-    `pieces`: the channel of each rank, and its rows (positions of the sequence)."""
+    `pieces`: for each of these ranks, (the channel to it, its rows as a slice of sequence positions)."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[Channel, slice]] = []
@@ -37,7 +38,7 @@ class SplitChannel:
 
 class PerStageEdges(Edges):
     """The edges of a rank for ``run_eager_1f1b`` with per-stage TP/DP. `row`: this rank's stage and replica as a row of
-    :class:`Order`; `split_channels`: by role and the other end's row."""
+    :class:`Order`; `split_channels`: (role, row at the other end) -> channel."""
 
     def __init__(
         self, pp_group: Any, row: int, device: torch.device, split_channels: dict[tuple[str, int], SplitChannel]
@@ -65,8 +66,8 @@ def build_per_stage_edges(
 
 
 def shared_rows(length: int, part: tuple[int, int], peer_part: tuple[int, int]) -> slice:
-    """Return the rows of this rank's part of a sequence that a peer's part also has, counted from the part's start.
-    `part`, `peer_part`: (index of the part, number of parts). With equal numbers of parts these are all rows."""
+    """Return the rows that this rank's part of a sequence shares with a peer's part, counted from the start of this
+    rank's part. `part`, `peer_part`: (index of the part, number of parts). Equal numbers of parts share all rows."""
     if part[1] == peer_part[1]:
         return slice(None)
     first = part[0] * length // part[1]

@@ -1,15 +1,15 @@
 """Stage transfers of activations and their gradients between neighbouring stages, over groups of two ranks each.
 
-Each direction of each edge is a :class:`Channel`: tensors of known shape, received in the order in which they were
-sent, over process groups of only its two ranks. So transfers inside a fabric use RDMA, transfers between fabrics use
-TCP, nothing uses WORLD, and no channel waits for another one:
+Each direction of each edge is a :class:`Channel` with process groups of only its two ranks. Its tensors have a known
+shape and arrive in the order in which they are sent. So transfers inside a fabric use RDMA, transfers between fabrics
+use TCP, nothing uses WORLD, and no channel waits for another one:
 
     stage 0            stage 1            stage 2
        ── forward_out ▸ forward_in ── forward_out ▸ forward_in        activations
        ◂ backward_in ── backward_out ◂ backward_in ── backward_out    their gradients
 
-Each direction has its own group, because NCCL runs the operations of one communicator one after the other: an early
-receive would block every later send on it. Gloo could use tags, and has the same groups for simplicity.
+Each direction has its own group, because NCCL runs the operations of one communicator one after the other. In a shared
+group, an early receive would block every later send. Gloo could use tags, but has the same groups for simplicity.
 :class:`EdgeCommunicator` is Megatron-Core's ``P2PCommunicator`` over channels, for all of Megatron's schedules;
 ``run_eager_1f1b`` uses the channels directly.
 """
@@ -58,10 +58,10 @@ class Transfer:
 class Channel:
     """One end of one direction of an edge.
 
-    `connections`: groups of these two ranks, each with its own connection; a tensor is split into as many stripes.
-    `peer`: the other end's global rank. `codec`: the format on the wire.
-    `on_transfer`: called after every transfer, at the cost of a thread, with (kind, label, posted, done). `kind`:
-    send_ or receive_, and the first word of `name`; `posted`, `done`: seconds since the epoch.
+    `connections`: groups of the two ranks, each with its own connection; a tensor is split into one stripe for each.
+    `peer`: the global rank at the other end. `codec`: the format on the wire. `on_transfer`: called after every
+    transfer with (kind, label, posted, done), which needs a thread. `kind` is ``send_`` or ``receive_``, followed by
+    the first word of `name`; `posted` and `done` are seconds since the epoch.
     """
 
     def __init__(self, name: str, connections: Sequence[dist.ProcessGroup], peer: int, codec: Codec = IDENTITY) -> None:
@@ -128,12 +128,12 @@ class Channel:
         if self.on_transfer is None:
             return partial(wait_all, works)
         background_wait = self._in_background(partial(self._wait_and_report, works, report))
-        # a gloo work can be waited for only once: by the thread
+        # a gloo work can be waited for only once, and the thread already does so
         return partial(wait_all, works) if self._nccl else background_wait
 
     def _start_staged(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int, report: Task) -> Task:
         """Start a transfer through a pinned buffer, which a separate CUDA stream copies in parallel with computing.
-        Return a function that waits for it."""
+        Return a function that waits for the transfer."""
         staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
         copy_stream = torch.cuda.Stream(wire.device)
         copy_stream.wait_stream(torch.cuda.current_stream(wire.device))
@@ -224,9 +224,10 @@ class Edges:
 class EdgeCommunicator(P2PCommunicator, Edges):
     """Megatron-Core's point-to-point interface over channels; pass it to any of its schedules as ``p2p_communicator``.
 
-    `channels`: this rank's, by role: forward_in, forward_out, backward_in, backward_out. The first stage has no
-    forward_in and backward_out, the last no forward_out and backward_in, unless virtual stages close the ring. The
-    schedule gives one shape for all tensors, so sequences of varying length and separate MTP stages are refused.
+    `channels`: this rank's channels by role: forward_in, forward_out, backward_in, backward_out. The first stage has no
+    forward_in and backward_out, and the last stage no forward_out and backward_in, unless virtual stages close the
+    ring. The schedule gives one shape for all tensors, so sequences of varying length and separate stages for
+    multi-token prediction are not supported.
     """
 
     def __init__(
@@ -254,7 +255,8 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
-        """Run the exchange of all of Megatron's methods. Return (tensor from prev, from next, unfinished transfers)."""
+        """Run one exchange; all methods of Megatron's communicator call this one. Return (tensor from the previous
+        stage, tensor from the next stage, unfinished transfers)."""
         started: dict[str, Transfer] = {}
         received: dict[str, torch.Tensor] = {}
         # The order matters if a launch waits for the previous one (planning/schedule/launches.py).
@@ -316,8 +318,8 @@ def connect_edges(
 
 
 def _open_connection(channel: Channel, device: torch.device, is_sender: bool) -> None:
-    """Send some numbers over a channel. All ranks open their channels in the same order.
-    NCCL connects at a channel's first operation, which blocks both ends. In the order of a step's transfers, this could
-    deadlock a ring."""
+    """Send some numbers over a channel, so that it connects. All ranks open their channels in the same order.
+    NCCL connects at a channel's first operation, which blocks both ends. If channels connected in the order of a step's
+    transfers, a ring could deadlock."""
     numbers = torch.ones(len(channel.connections) * 8, device=device)
     (channel.send(numbers) if is_sender else channel.receive(numbers)).wait()

@@ -1,4 +1,4 @@
-"""CPU binding: keep a rank on the CPUs in its GPU's NUMA domain, because memory and PCIe are slower from others."""
+"""CPU binding: keep a rank in its GPU's NUMA domain, because memory and PCIe are slower from other domains."""
 
 import contextlib
 import os

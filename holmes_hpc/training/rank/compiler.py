@@ -1,4 +1,4 @@
-"""torch's compiler: loaded only by ranks that compile. Its import takes as long as the rest of torch's."""
+"""torch's compiler, loaded only by ranks that compile, because its import takes as long as that of all other torch."""
 
 import contextlib
 import importlib
@@ -49,14 +49,15 @@ def _compile_at_first_call(compiler: Callable[..., Any], function: Callable[...,
 
 def disable() -> None:
     """Leave the functions of this process uncompiled, and keep torch's optimizers from loading the compiler.
-    The functions of it that they call would do nothing here, so :class:`_Unloaded` replaces them."""
+    The optimizers call functions of the compiler that do nothing in uncompiled code. :class:`_Unloaded` replaces these.
+    """
     global _is_disabled
     _is_disabled = True
     sys.modules.setdefault(_DYNAMO, _Unloaded(_DYNAMO))
 
 
 class _Unloaded(ModuleType):
-    """A stand-in for ``torch._dynamo`` until one of its other names is used, which loads it."""
+    """A stand-in for ``torch._dynamo`` with the names below. The use of any other name loads the real module."""
 
     trace_rules = SimpleNamespace(clear_lru_cache=lambda: None)  # called by init_process_group
 

@@ -32,7 +32,7 @@ _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` with its device argument rewritten, which Megatron-Core passes by keyword."""
+    """Return a wrapper of `function` that replaces a CUDA device in the keyword argument `device` by the CPU."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -45,7 +45,8 @@ def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def redirect_tensors(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     """Redirect torch's functions and methods that take a device. `replace`: a function like ``setattr``.
-    A torch function mode would intercept every call of torch, at the cost of a sixth of a small model's time."""
+    A torch function mode is not used: it would intercept every call of torch and take a sixth of a small model's time.
+    """
     for owner, names in ((torch, _FACTORIES), (torch.Tensor, _NEW)):
         for name in names:
             replace(owner, name, _on_cpu(getattr(owner, name)))
@@ -107,7 +108,7 @@ def install() -> None:
         "current_device": lambda: _CPU,
         "set_device": lambda device: None,
         "device_count": lambda: 1,
-        "is_available": lambda: False,  # a CUDA build's own would rely on device_count above, and start CUDA
+        "is_available": lambda: False,  # the original, in a CUDA build, would trust device_count and start CUDA
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "Stream": CpuStream,

@@ -24,9 +24,9 @@ GIB = 1 << 30
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 DEFAULT_QUEUES, MAX_QUEUES = 8, 32  # hardware queues per GPU: CUDA's default and its limit
 NO_LIMIT = (1 << 30, 0)  # above all compute capabilities
-# For each recipe: the least compute capability (8.9, Ada, multiplies in fp8; 10.0, Blackwell, scales in blocks), the
-# least one that Transformer Engine no longer supports, the least version of Transformer Engine (Megatron-Core's
-# fp8_utils.py), and the block size, of which all dimensions of matrix products must be multiples.
+# Recipe -> (lowest compute capability, lowest one that Transformer Engine no longer supports, lowest version of
+# Transformer Engine by Megatron-Core's fp8_utils.py, block size). Ada (8.9) multiplies in fp8, and Blackwell (10.0)
+# scales in blocks. Every dimension of a matrix multiplication must be a multiple of the block size.
 FP8 = {
     "delayed": ((8, 9), NO_LIMIT, "1.0", 16),
     "tensorwise": ((8, 9), NO_LIMIT, "2.2", 16),
@@ -41,9 +41,9 @@ class CudaFacts:
 
     `torch_cuda`: the CUDA version that torch was built for (None: a CPU build); `driver_cuda`: the newest CUDA version
     that the driver supports (12040 for 12.4; 0: no driver); `devices`: the number of usable GPUs; `has_nccl`: torch
-    has NCCL; `te_version`: Transformer Engine's (None: not installed); `te_error`: why its import fails (None: it
-    works); `te_supported`: the versions that Megatron-Core supports (``>=2.9,<2.12``); `has_compiler`: Triton can build
-    the launchers of its kernels.
+    has NCCL; `te_version`: the version of Transformer Engine (None: not installed); `te_error`: why its import fails
+    (None: it works); `te_supported`: the versions of it that Megatron-Core supports (``>=2.9,<2.12``); `has_compiler`:
+    Triton can build the launchers of its kernels.
     """
 
     torch_cuda: str | None
@@ -166,8 +166,8 @@ def cuda_warnings(facts: CudaFacts) -> Iterator[str]:
 def refuse_fp8(
     recipe: str, on_gpu: bool, te_version: str | None, capability: tuple[int, int], sizes: Mapping[str, int]
 ) -> None:
-    """Raise ConfigError if this rank cannot train with the fp8 `recipe`. `te_version`: Transformer Engine's;
-    `capability`: the GPU's compute capability; `sizes`: name -> dimension of this rank's matrix products."""
+    """Raise ConfigError if this rank cannot train with the fp8 `recipe`. `te_version`: Transformer Engine's version;
+    `capability`: the GPU's compute capability; `sizes`: name -> dimension of this rank's matrix multiplications."""
     least, unsupported, min_te, block = FP8[recipe]
     hint = "leave train.fp8 out"
     gpu, needed, limit = (".".join(map(str, c)) for c in (capability, least, unsupported))
@@ -208,7 +208,7 @@ def _is_in(version: str, supported: str) -> bool:
 def memory_problem(free: int, total: int, needed: float, where: str) -> PlanError | None:
     """Return an error if a GPU has too little free memory, else None.
 
-    `free`, `total`, `needed`: bytes, the last as the plan predicts; `where`: names the GPU in the error."""
+    `free`, `total`: bytes of the GPU's memory; `needed`: bytes that the plan predicts; `where`: the name of the GPU."""
     if free >= MIN_FREE * needed:
         return None
     hint_too_small = "plan again for this kind of GPU (`holmes nodes` shows it)"
@@ -220,8 +220,8 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
 def use_cuda(device: str, plan: Plan) -> bool:
     """Return whether to train on CUDA. Raise ConfigError if ``train.device=cuda`` and there is no CUDA device.
 
-    `device`: ``train.device``; ``auto`` means CUDA if this node has a device and no pool of the plan has CPUs only,
-    because all ranks must share one kind of process group. Training decides between CPU and GPU only here.
+    `device`: ``train.device``. ``auto`` means CUDA if this node has a GPU and every pool of the plan has GPUs, because
+    all ranks must use the same kind of process group. No other function of training decides between CPU and GPU.
     """
     if device == "cpu" or (device == "auto" and any(plan.site.pool(c.pool).gpu.is_cpu for c in plan.components)):
         return False
@@ -235,8 +235,9 @@ def use_cuda(device: str, plan: Plan) -> bool:
 def stream_count(plan: Plan, rank: int) -> int:
     """Return the number of CUDA streams of `rank`.
 
-    There is one for computing. Each edge and direction has one for each communicator; TP, CP and DP have one each.
-    Several optimizer instances add two. Three serve the gradient norm, the tied embedding and WORLD.
+    One stream computes. Each edge of this rank has one stream per direction and communicator. TP, CP and DP have one
+    each if larger than 1. Several optimizer instances add two. The gradient norm, the tied embedding and WORLD add one
+    each.
     """
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
@@ -256,8 +257,8 @@ def stream_count(plan: Plan, rank: int) -> int:
 def set_queue_count(plan: Plan, rank: int, environ: MutableMapping[str, str]) -> str | None:
     """Set the number of CUDA's hardware queues in `environ`, one per stream of `rank`. Call it before CUDA starts.
 
-    Streams that share a queue run in launch order, so a waiting transfer would block unrelated work. A different
-    value in `environ` is kept. Return a warning about it, else None.
+    Streams that share a queue run in launch order, so a waiting transfer would block unrelated work. If `environ` has
+    another value, keep it and return a warning. Otherwise, return None.
     """
     needed = str(min(MAX_QUEUES, max(DEFAULT_QUEUES, stream_count(plan, rank))))
     queues = environ.setdefault(CONNECTIONS, needed)

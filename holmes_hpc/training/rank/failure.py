@@ -1,7 +1,7 @@
 """The end of a rank that fails or hangs: its exit record, its report to the other ranks, and the watchdog.
 
-The other ranks exit with the same code, and their logs name the rank that failed or hung. A killed rank reports
-nothing: on Slurm, srun then ends the others (`--kill-on-bad-exit`, submission/executor/batch_script.py).
+The other ranks exit with the same code, and their logs name the rank that failed or hung. A killed rank cannot report.
+On Slurm, srun then ends the other ranks (`--kill-on-bad-exit`, submission/executor/batch_script.py).
 """
 
 import atexit
@@ -45,8 +45,10 @@ def end_process(code: int) -> None:
 
 
 def exit_failed(code: int) -> NoReturn:
-    """Exit from the main thread of a failed rank. With CUDA, skip the destructors: NCCL's would never return. It waits
-    for a monitor thread that waits for the store, which a stopped thread of Python still uses."""
+    """Exit from the main thread of a failed rank. With CUDA, skip all destructors.
+
+    NCCL's destructor would never return. It waits for NCCL's monitor thread, and that thread waits for the store, which
+    a stopped Python thread still uses."""
     if torch.cuda.is_initialized() and dist.is_initialized():
         atexit.register(end_process, code)
     sys.exit(code)
@@ -58,16 +60,16 @@ def _failure_line(failure: dict[str, Any]) -> str:
 
 
 def _rank_0_failure(error: Exception) -> dict[str, Any]:
-    """Return the failure of rank 0 that explains why the store, which it hosts, raised `error`."""
+    """Return a failure of rank 0, which hosts the store. Called after the store has raised `error`."""
     return {"rank": 0, "node": "its node", "error": f"its store is down ({one_line(error)[:120]})", "code": 1}
 
 
 class RankExit:
     """The end of this rank: its exit record, and its report to the other ranks.
 
-    A rank that fails writes its failure to the store: rank, node, error, exit code, and whether it hung. A thread of
-    each other rank polls the store and ends its rank with the same exit code, because the main thread may wait in a
-    collective. A second thread can poll for a cause outside the ranks, such as a NIC that is down.
+    A rank that fails writes its failure to the store: rank, node, error, exit code, and whether it hung. On each other
+    rank, a thread polls the store and ends the rank with the same exit code. The main thread cannot do this, because it
+    may wait in a collective. A second thread can poll for a cause outside the ranks, such as a NIC that is down.
     """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
@@ -81,13 +83,13 @@ class RankExit:
         self.describe_links: Callable[[], str] = str  # this rank's NICs and peers; "" before the groups exist
 
     def watch(self, store: Any) -> None:
-        """Start a thread that polls the store for failures of other ranks. `store`: a clone for this thread alone."""
+        """Start a thread that polls the store for failures of other ranks. `store`: a client that nothing else uses."""
         self._store = store
         threading.Thread(target=self._poll_store, name="failures of other ranks", daemon=True).start()
 
     def poll_cause(self, find_cause: Callable[[], HolmesError | None]) -> None:
         """Start a thread that polls `find_cause` and ends this rank with the error it returns.
-        If torch raises first, :meth:`record_failure` reports that error instead of torch's."""
+        If torch raises an error first, :meth:`record_failure` calls `find_cause` and reports its error instead."""
         self._find_cause = find_cause
         threading.Thread(target=self._poll_cause, args=(find_cause,), name="cause of failure", daemon=True).start()
 
@@ -114,7 +116,7 @@ class RankExit:
 
     def _end(self, line: str, code: int, *, cause: HolmesError | None = None, hung: bool = False) -> None:
         """Log and record `line`, and exit with `code` from a thread, unless the process is ending already.
-        `cause`: the error if it is this rank's own; `hung`: dump this rank's stack traces first."""
+        `cause`: this rank's own error, None if another rank failed; `hung`: dump this rank's stack traces first."""
         if self._stop.is_set() or not self._ending.acquire(blocking=False):
             return
         if hung:
@@ -123,7 +125,7 @@ class RankExit:
         end_process(code)
 
     def _report(self, line: str, error: BaseException | None, hung: bool = False) -> None:
-        """Log and record a failure. `error`: this rank's own, to report to the other ranks; None for another rank's."""
+        """Log and record a failure. `error`: this rank's own, published in the store; None if another rank failed."""
         if error is not None:
             self._publish(error, hung)
         log_line(line if error is None else f"failed: {line}")
@@ -136,7 +138,7 @@ class RankExit:
             time.sleep(2 * POLL_S)
 
     def _publish(self, error: BaseException, hung: bool) -> None:
-        """Write this rank's failure to the store unless it holds one. Wait at most `_ANSWER_S` for the store."""
+        """Write this rank's failure to the store unless the store has one. Wait at most `_ANSWER_S` for the store."""
         code = error.exit_code if isinstance(error, HolmesError) else 1
         failure = {"rank": self.rank, "node": self.node, "error": one_line(error)[:400], "code": code, "hung": hung}
 
@@ -151,8 +153,9 @@ class RankExit:
             thread.join(_ANSWER_S)
 
     def _failure_of_another_rank(self, error: RuntimeError) -> dict[str, Any] | None:
-        """Return another rank's failure, waiting at most `_ANSWER_S` until the store has one; else None.
-        If the store fails, and `error` was raised by torch's communication, return a failure of rank 0."""
+        """Wait at most `_ANSWER_S` until the store has another rank's failure. Return it, or None if there is none.
+        If the store fails and `error` comes from torch's communication, return a failure of rank 0, the store's host.
+        """
         failures: list[dict[str, Any] | None] = []
 
         def read() -> None:
@@ -169,8 +172,10 @@ class RankExit:
         return next((failure for failure in failures if failure and failure["rank"] != self.rank), None)
 
     def _root_cause(self, error: BaseException) -> BaseException:
-        """Return the cause of `error`: too many open files, or what `find_cause` of :meth:`poll_cause` returns.
-        A NIC that goes down breaks connections before the thread polls it. A HolmesError needs no `find_cause`."""
+        """Return the cause of `error`: too many open files, or the error that `find_cause` returns; else `error`.
+
+        The thread of :meth:`poll_cause` may be too late, because a NIC that goes down breaks connections immediately.
+        For a HolmesError, `find_cause` is not called."""
         if "Too many open files" in str(error):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             where = f"rank {self.rank} on {self.node}"
@@ -183,7 +188,7 @@ class RankExit:
         return error
 
     def hang_hint(self) -> str:
-        """Return what to do about a hang. A network may drop packets while its links are up."""
+        """Return a hint for a hang. It names the network, because one whose links are up may still drop packets."""
         links, tools = self.describe_links(), "(ibstat, perfquery, ethtool -S)"
         network_note = f"; if all are in one, a network drops packets: check {links} {tools}" if links else ""
         return f"every rank's log has its stack traces: the rank that is not in a collective is the cause{network_note}"
@@ -197,8 +202,8 @@ class RankExit:
     def record_failure(self, error: BaseException, hung: bool = False) -> int:
         """Record a failure and report it to the other ranks. Return the exit code.
 
-        If another rank's failure caused `error`, record that failure and return that rank's code. `hung`: the other
-        ranks dump their stack traces too."""
+        If another rank's failure caused `error`, record that failure and return that rank's code. `hung`: this rank
+        hung, so the other ranks also dump their stack traces."""
         error = self._root_cause(error)
         # torch's own error, if there is one: a broken connection, or a collective that timed out
         torch_error = next((e for e in (error, error.__cause__) if isinstance(e, RuntimeError)), None)
@@ -233,8 +238,8 @@ class RankExit:
         return error.exit_code if isinstance(error, HolmesError) else 1
 
     def dump_stacks(self, error: BaseException | None = None) -> None:
-        """Write `error`, the stacks of all threads, and NCCL's pending collectives to the log. Write what NCCL's flight
-        recorder holds to trace/, for ``torchfrtrace``."""
+        """Write `error`, the stacks of all threads, and NCCL's pending collectives to the log. Write the entries of
+        NCCL's flight recorder to trace/, for ``torchfrtrace``."""
         if error is not None:
             traceback.print_exception(error)
         print("stacks of all threads:", file=sys.stderr, flush=True)

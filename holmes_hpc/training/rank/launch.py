@@ -21,8 +21,8 @@ class Launch:
 
     `launcher`: the program that started it ("srun", "torchrun" or "one process"); `key`: identifies this start of the
     run, equal on all ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's
-    components that contain this node, empty if the job has only one; `address`, `port`: of torchrun's rendezvous, None
-    without one.
+    components that contain this node, empty if the job has only one; `address`, `port`: where
+    torchrun's store listens, None without torchrun.
     """
 
     rank: int

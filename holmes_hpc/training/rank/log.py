@@ -20,7 +20,7 @@ class Tee:
         self._stream, self._log = stream, log
 
     def fileno(self) -> int:
-        """Return the log's descriptor, because a dump of stacks writes to a descriptor and belongs in the log."""
+        """Return the log's descriptor, because faulthandler writes stack traces to it, and these belong in the log."""
         return self._log.fileno()
 
     def write(self, text: str) -> int:
@@ -40,8 +40,9 @@ class Tee:
 class RankLog:
     """The file logs/rank-N.txt with everything that this rank prints.
 
-    If the launcher (srun, submitit) already redirects the rank's output there, the streams stay as they are. Otherwise
-    rank 0 also keeps printing to its terminal; of other ranks, only standard error still goes there.
+    If the launcher (srun, submitit) already redirects the rank's output to this file, the streams stay unchanged.
+    Otherwise rank 0 prints to both its terminal and the file. Other ranks print standard error to both, but standard
+    output only to the file.
     """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:

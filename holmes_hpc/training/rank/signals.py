@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from holmes_hpc.training.rank.log import log_line
 
-STOP = (signal.SIGTERM, signal.SIGUSR2)  # Slurm's cancel and preemption; sbatch --signal before the time limit
+STOP = (signal.SIGTERM, signal.SIGUSR2)  # from scancel and preemption; from sbatch --signal before the time limit
 
 
 class Signals:
@@ -38,8 +38,9 @@ class Signals:
 
 @dataclass(frozen=True)
 class AnyRank:
-    """Flags that at least one rank set a step ago: it got a `stop` signal, or it is still `writing` a checkpoint.
-    The defaults are the flags before the first step."""
+    """Two flags, each true if at least one rank set it in the previous step. The defaults are for the first step.
+
+    `stop`: the rank has received a stop signal; `writing`: the rank was still writing a checkpoint."""
 
     stop: bool = False
     writing: bool = True

@@ -19,8 +19,9 @@ class Stragglers:
     """A comparison of the ranks' compute times over `every` steps.
 
     Ranks of one stage do the same work and are compared directly. With DP 1, stages with equal GPUs are compared by
-    time per layer. `stages`: each stage's ranks; `nodes`: each rank's node; `work`, `gpus`: each stage's work in layers
-    and its GPU (see :func:`work_of_stages`), empty to compare only ranks of one stage.
+    time per layer. `stages`: each stage's ranks; `nodes`: each rank's node; `work`: each stage's work in layers;
+    `gpus`: each stage's GPU. `work` and `gpus` come from :func:`work_of_stages`. If they are empty, only ranks of one
+    stage are compared.
     """
 
     def __init__(
