@@ -119,7 +119,7 @@ def _filled(
     counts, tau = np.concatenate(all_counts), np.concatenate(all_taus)
     by_tau = np.argsort(tau, kind="stable")
     codes = counts @ (costs.layers + 1.0) ** np.arange(pool_count)  # equal for equal stage counts
-    unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # the least tau for each stage counts
+    unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # the least tau of equal stage counts
     return counts[unique], tau[unique]
 
 

@@ -1,6 +1,6 @@
-"""A placement: which nodes hold which stages, before layers, schedule and recomputation are chosen.
+"""A placement: the nodes that hold each stage, before layers, schedule and recomputation are chosen.
 
-Also the order of its pools along the pipeline, if some pairs of pools have slower links than others.
+The order of its pools along the pipeline matters if some pairs of pools have slower links than other pairs.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Block:
 
 
 def component(pool: Pool, nodes: int, gpus_per_node: int, first_stage: int, stages: int) -> Component:
-    """Return the component of `nodes` nodes that holds `stages` stages from `first_stage` on."""
+    """Return the component with `nodes` nodes of `pool` that hold `stages` stages, beginning with `first_stage`."""
     indices = range(first_stage, first_stage + stages)
     return Component(pool.partition, pool.constraint, pool.name, nodes, gpus_per_node, tuple(indices))
 
@@ -37,8 +37,8 @@ def component(pool: Pool, nodes: int, gpus_per_node: int, first_stage: int, stag
 class Placement:
     """Blocks of nodes with one TP, DP and micro-batch size.
 
-    `estimate`: the parts of the step, good enough to rank placements. `instances`: the optimizer instances into which
-    the data-parallel ranks are divided.
+    `estimate`: estimated parts of the step time, accurate enough to rank placements. `instances`: the number of
+    optimizer instances into which the data-parallel ranks are divided.
     """
 
     strategy: str
@@ -71,7 +71,7 @@ class Placement:
 
 
 def other_orders(placement: Placement) -> Iterator[tuple[Block, ...]]:
-    """Yield other orders of the pools along the pipeline: all if they are few, else those with two swapped."""
+    """Yield other orders of the pools along the pipeline: every order of few pools, or every swap of two pools."""
     blocks = placement.blocks
     if placement.strategy == "hierarchical-dp":
         return
@@ -107,9 +107,9 @@ def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarra
 
 
 def shortest_order(edge_s: np.ndarray, pools: list[int], is_ring: bool = False) -> list[int]:
-    """Return the pools in an order with short edges: each followed by the nearest unvisited one.
+    """Return the pools in an order with short edges, in which each pool is followed by the nearest unvisited pool.
 
-    Every pool is tried as the first. If no order is better, `pools` stays as it is. `is_ring`: the last pool
+    Every pool is tried as the first. If no such order is better than `pools`, return `pools`. `is_ring`: the last pool
     also has an edge to the first.
     """
 

@@ -24,10 +24,10 @@ MAX_CHUNKS = 8
 class PoolCosts:
     """Costs at one micro-batch size and TP. Arrays have one entry per pool `f` of `available`, (P,).
 
-    `layer_s`: seconds of a layer for one micro-batch, forward and backward. `micro_batches`: of all data-parallel
-    ranks together. `layer_size`: parameters of a layer on a rank. `layer_bytes`: their memory without the optimizer.
-    `taus`: all stage times that a whole number of layers can take; `layers_in_tau`: layers of a stage within each of
-    them, (T, P).
+    `layer_s`: forward and backward seconds of a layer for one micro-batch. `micro_batches`: micro-batches of a step on
+    all data-parallel ranks together. `layer_size`: parameters of a layer on a rank. `layer_bytes`: bytes of their
+    weights and gradients. `taus`: all times that a whole number of layers takes on some pool, (T,). `layers_in_tau`:
+    the layers that a stage can compute in each of these times, (T, P).
     """
 
     def __init__(self, problem: Problem, micro_size: int, tp: int, available: list[AvailablePool]) -> None:
@@ -84,10 +84,10 @@ class PoolCosts:
         self._memo = Memo()
 
     def between_gbps(self, ranks: int) -> np.ndarray:
-        """Return the payload rate from a node of each pool to one of each other pool, (P, P), while the nodes of
-        `ranks` ranks send at once."""
+        """Return the payload rate in Gbit/s from a node of each pool to a node of each other pool, (P, P).
+        `ranks`: the number of ranks whose nodes send at the same time."""
         if not any(link.total_gbps for link in self.site.links):
-            ranks = 1  # the number does not matter: compute the rates once
+            ranks = 1  # no link limits the total rate, so compute the rates only once
         return self.cached(self._between_gbps, ranks)
 
     def _between_gbps(self, ranks: int) -> np.ndarray:
@@ -96,7 +96,7 @@ class PoolCosts:
         return np.array(gbps) * self._tcp_efficiency[:, None]
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
-        """Return the pools ordered by :func:`shortest_order` if the site defines links between fabrics."""
+        """Return the pools, in :func:`shortest_order` if the site defines links and the user does not fix the order."""
         is_fixed = not self.site.links or self.options.pool_order is not None
         return pools if is_fixed else shortest_order(edge_s, pools, is_ring)
 
@@ -110,7 +110,8 @@ class PoolCosts:
     ) -> Placement:
         """Return the placement. `ranks_and_stages`: pool index -> (ranks, stages).
 
-        Pools follow ``plan.pool_order``; those that it does not name come last, in the given order.
+        Pools are in the order of ``plan.pool_order``. Pools that it does not name come last, in the order of
+        `ranks_and_stages`.
         """
         order = self.options.pool_order or ()
         blocks = [
@@ -125,16 +126,16 @@ class PoolCosts:
         )
 
     def bound_s(self, dp: int, pools: Sequence[int]) -> float:
-        """Return a lower bound of every step at this DP on these pools.
+        """Return a lower bound, in seconds, of every step with this DP on these pools.
 
-        The slowest stage takes at least a layer's time on the fastest pool, and its share of perfectly divided layers.
+        The slowest stage has at least one layer, and at least its share of all layers if they are divided perfectly.
         """
         layers_per_s = sum(self._layers_per_s[f] for f in pools) / (self.tp * dp)
         return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in pools), self.layers / layers_per_s)
 
     def ring_s(self, pools: tuple[int, ...], rings: int) -> float:
-        """Return the seconds of an all-reduce of one rank's gradients of one layer around each of `rings` rings of
-        pools at once."""
+        """Return the seconds of an all-reduce of one layer's gradients of one rank around a ring of pools.
+        `rings`: the number of such all-reduces that run at the same time."""
         size, between_gbps = 2.0 * self.layer_size * self.cost_model.gradient_size, self.between_gbps(rings)
         return size / min(
             min(self.ethernet_gbps[a], between_gbps[a, b]) * 1e9 / 8 / self.available[a].gpus_per_node
@@ -142,9 +143,9 @@ class PoolCosts:
         )
 
     def max_chunks(self, stages: int, micro_batches: int) -> int:
-        """Return the largest number of virtual stages of a pipeline of `stages` stages.
+        """Return the largest number of virtual stages of a pipeline of `stages` stages, or the user's number if set.
 
-        Megatron-Core assigns micro-batches to virtual stages in groups of PP.
+        It is 1 if `micro_batches` is not a multiple of PP, because Megatron-Core assigns micro-batches in groups of PP.
         """
         kind = self.options.schedule
         limit = None if kind == "auto" else schedule_kind(kind).chunks[1]
@@ -157,7 +158,7 @@ class PoolCosts:
         return np.array([self.max_chunks(s, micro_batches) for s in range(self.layers + 1)])[stages]
 
     def cached(self, compute: Callable[..., T], *args: Any) -> T:
-        """Return ``compute(*args)``, which is computed once."""
+        """Return ``compute(*args)``; later calls with the same arguments return the stored result."""
         return self._memo.of(compute.__name__, *args, compute=partial(compute, *args))
 
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:

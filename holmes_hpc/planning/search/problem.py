@@ -19,13 +19,14 @@ from holmes_hpc.planning.plan.parts import check_experts_and_cp
 
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 MAX_MICRO_SIZE = 32
-LONG_SEQUENCE = 32768  # tokens: from this length on, all CPs are tried; for shorter sequences only if CP 1 does not fit
-_EXCLUDED = (  # by experts and by CP: (name in messages, key of the options, value)
+# From this many tokens on, all CPs are tried. For shorter sequences, CPs above 1 are tried only if CP 1 does not fit.
+LONG_SEQUENCE = 32768
+_EXCLUDED = (  # features that experts and CP do not support: (name in messages, key of the options, value)
     ("per-stage TP/DP", "unequal", "true"),
     ("hierarchical data parallelism", "strategy", "hierarchical-dp"),
     ("zero_bubble", "schedule", "zero_bubble"),
 )
-MAX_POOLS = 10  # of a search, which tries sets of pools: their number is exponential
+MAX_POOLS = 10  # a search tries sets of pools, and their number grows exponentially with the number of pools
 
 
 class Problem(NamedTuple):
@@ -38,7 +39,7 @@ class Problem(NamedTuple):
     costs: Costs
 
     def layout(self, parallel: Parallel, **fields: Any) -> Layout:
-        """Return a layout with `parallel`, further fields of Layout, and those that the problem fixes."""
+        """Return a layout with `parallel`, other fields of :class:`Layout`, and the fields that the problem fixes."""
         o = self.options
         fields |= {"edge_dtype": o.edge_dtype, "edge_connections": o.edge_connections, "transport_mode": o.transport}
         fields |= {"bucket_bytes": o.bucket_bytes or BUCKET_BYTES}
@@ -47,8 +48,10 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Solution:
-    """A layout with layers, (1, S, C): S stages of C chunks. `seconds`: of its step, infinite until it is simulated.
-    `notes`: for the plan's assumptions."""
+    """A layout with its layers.
+
+    `layers`: the layers of each chunk, (1, S, C): S stages of C chunks. `seconds`: the simulated step time; infinite
+    before the simulation. `notes`: lines to add to the plan's assumptions."""
 
     layout: Layout
     layers: np.ndarray
@@ -58,7 +61,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class AvailablePool:
-    """A pool that a plan may use: at most `nodes` nodes (all of them if `is_fixed`), `gpus_per_node` ranks each."""
+    """A pool that a plan may use: at most `nodes` nodes (exactly `nodes` if `is_fixed`) of `gpus_per_node` ranks."""
 
     pool: Pool
     nodes: int
@@ -98,7 +101,7 @@ def available_pools(site: Site, options: PlanOptions) -> list[AvailablePool]:
 
 
 def searched_site(site: Site, options: PlanOptions) -> Site:
-    """Return the site with at most MAX_POOLS pools, those with most TFLOP/s, or those in ``plan.nodes``."""
+    """Return the site, reduced to the MAX_POOLS pools with most TFLOP/s unless ``plan.nodes`` names pools."""
     names, hint = list(options.nodes or ()), f"name at most {MAX_POOLS}"
     PlanError.refuse("plan.nodes", (len(names) > MAX_POOLS, f"it names {len(names)} pools", hint))
     if names or len(site.pools) <= MAX_POOLS:
@@ -110,9 +113,10 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
 
 
 def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
-    """Return the problem for `cp` ranks per sequence: each sequence becomes `cp` shorter ones, on as many replicas.
+    """Return the problem in which `cp` ranks share each sequence: it becomes `cp` shorter sequences on `cp` replicas.
 
-    With experts or CP, switch off per-stage TP/DP. Raise PlanError if the user set an option that they exclude."""
+    With experts or CP above 1, per-stage TP/DP is switched off. Raise PlanError if the user set an option that experts
+    or CP do not support."""
     model, options, sharding = problem.model, problem.options, problem.costs.software.sharding
     sizes = replace(options, cp=cp, cp_comm="a2a" if all_to_all else "ring")
     check_experts_and_cp(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
@@ -132,8 +136,10 @@ def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
 
 
 def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
-    """Return (CP, whether by all-to-all) to try, ascending: the user's CP, or all up to a node's GPUs that
-    divide a sequence. `cp_comm=auto` tries all-to-all only for the user's CP: attention mostly hides the ring."""
+    """Return the pairs (CP, whether ranks exchange by all-to-all) to try, in ascending order.
+
+    CP is the user's, or 1 if other options exclude CP, or every divisor of a node's GPUs that can split the sequence.
+    `cp_comm=auto` tries all-to-all only for the user's CP, because attention mostly hides the ring exchange."""
     batch, options, heads = problem.batch, problem.options, problem.model.kv_heads
     is_a2a, is_excluded = options.cp_comm == "a2a", any(getattr(options, k) == v for _, k, v in _EXCLUDED)
     if options.cp or problem.model.dropout or is_excluded:
@@ -146,13 +152,14 @@ def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
 
 
 def ep_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[int]:
-    """Return the EPs to try in stages of `ranks` ranks, ascending: the user's, or all that divide."""
+    """Return the EPs to try in stages of `ranks` ranks, ascending: the user's EP, or all.
+    An EP must divide both the ranks of a stage and the number of experts."""
     sizes = divisors(gcd(ranks, model.experts.count)) if model.experts.count else [1]
     return [ep for ep in sizes if options.ep in (None, ep)]
 
 
 def tp_sizes(model: ModelSpec, options: PlanOptions, available: Sequence[AvailablePool]) -> list[int]:
-    """Return the TPs to try, which divide the widths of the model's layers: the user's, or all up to a node's GPUs."""
+    """Return the TPs to try that divide the sizes of a layer: the user's TP, or all TPs up to the GPUs of a node."""
     sizes = [options.tp] if options.tp else range(1, max(a.gpus_per_node for a in available) + 1)
     return [tp for tp in sizes if not indivisible_sizes(model, tp)]
 
@@ -169,7 +176,7 @@ def divisors(n: int) -> tuple[int, ...]:
 
 
 def micro_sizes(batch: Batch, options: PlanOptions) -> list[int]:
-    """Return the micro-batch sizes to try, the batch's own first."""
+    """Return the micro-batch sizes to try. That of `batch` comes first if it divides the global batch size."""
     if not options.search_micro_size:
         return [batch.micro_size]
     alternatives = [m for m in divisors(batch.global_size) if m <= MAX_MICRO_SIZE and m != batch.micro_size]

@@ -1,6 +1,6 @@
-"""The search space: all placements worth a look, each with a quick estimate of its step time.
+"""The search space: all promising placements, each with a quick estimate of its step time.
 
-The estimates also serve to find a nearby global batch that divides better: 511 sequences have few divisors, 512 many.
+The estimates also help to find a nearby global batch size with more divisors, for example 512 instead of 511.
 """
 
 from dataclasses import replace
@@ -16,15 +16,15 @@ from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, ep_sizes, micro_sizes, tp_sizes
 
 EVEN_MICRO_BATCHES = 16  # a batch with a multiple of this many micro-batches divides well
-MAX_BATCH_CHANGE = 0.03  # a nearby batch differs by no more than this
+MAX_BATCH_CHANGE = 0.03  # a nearby batch size differs by at most this share
 MAX_BATCHES_TRIED = 3
-MIN_BATCH_GAIN = 0.05  # more samples per second than this are worth a note
+MIN_BATCH_GAIN = 0.05  # a nearby batch size is noted if it gains at least this share in samples per second
 
-MARGIN = 1.3  # of many placements, those whose estimate is up to this many times the least are listed first
+MARGIN = 1.3  # if there are many placements, those estimated up to this many times the least are listed first
 
 
 class Space:
-    """All placements of one problem."""
+    """The placements of one problem."""
 
     def __init__(self, problem: Problem) -> None:
         model, batch, site, options, _ = problem
@@ -65,9 +65,9 @@ class Space:
             PlanError.refuse("plan.distributed_optimizer", (is_unsharded and not is_lone, problem, hint))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
-        """Return all placements if they are few, else those within the :class:`Limit` of `margin`.
+        """Return all placements if there are few, or otherwise those that a :class:`Limit` with `margin` keeps.
 
-        They are sorted by estimate; ties by fewer GPUs, smaller TP and names.
+        Placements are sorted by estimate, then by number of GPUs, TP and pool names.
         """
         limit, placements = Limit(len(self.available), margin), list[Placement]()
         for _, index, dp in sorted(
@@ -87,9 +87,10 @@ class Space:
 
 
 def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batch, list[Placement]] | None:
-    """Return (the nearby global batch that may give the most samples per second, its placements); None if none gains.
+    """Return (a nearby global batch that may give more samples per second, its placements), or None.
 
-    Its micro-batches are as large as those of `best`, whose step takes `step_s` seconds.
+    The batch has the micro-batch size of `best`, whose step takes `step_s` seconds. Return None if no nearby batch is
+    estimated to gain MIN_BATCH_GAIN, or if the batch should not change (fixed DP, CP above 1, or enough divisors).
     """
     batch, options = problem.batch, problem.options
     if batch.cp > 1 or options.dp is not None or batch.global_size // best.micro_size % EVEN_MICRO_BATCHES == 0:
