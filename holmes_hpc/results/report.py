@@ -54,7 +54,8 @@ class Report:
     def answer(self) -> list[str]:
         """Return a few sentences: a summary of one run, or how several runs compare.
 
-        They name the fastest placement, by how much it is faster, and why; or the settings with the lowest loss."""
+        A comparison names the fastest placement, by how much it is faster, and why. If loss ranks the settings, it
+        names the settings with the lowest loss instead."""
         if self.single:
             warnings = logged_warnings(RunDirectory(self.run["path"]))
             return [*_one_run_answer(self.run, self.plan), *([f"Rank 0 logged {warnings}."] if warnings else [])]

@@ -14,7 +14,7 @@ from holmes_hpc.errors import TestbedError
 
 # Daemons and network tools are in sbin, which may be missing in a user's PATH.
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-Show = Callable[[str], None]  # of a line, to the user
+Show = Callable[[str], None]  # a function that shows a line to the user
 
 
 def system_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -29,8 +29,10 @@ def is_installed(program: str) -> bool:
 def run(
     argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60, hint: str = ""
 ) -> str:
-    """Run a command and return its stdout. `stdin`: its input; `env`: more variables; `hint`: of the error.
-    Raise TestbedError, with the command's last line of output, if it is missing, fails or exceeds `timeout_s`."""
+    """Run a command and return its stdout. `stdin`: its input; `env`: additional environment variables.
+
+    Raise TestbedError with the hint `hint` if the command is missing, fails or exceeds `timeout_s`. If it fails, the
+    error quotes a line of its output."""
     try:
         options: Any = {"capture_output": True, "text": True, "errors": "replace", "start_new_session": True}
         done = subprocess.run(list(argv), input=stdin, env=system_env(env), timeout=timeout_s, check=False, **options)
@@ -59,8 +61,8 @@ def run_showing(
 ) -> str | None:
     """Run a long command and call `show` with each line of its output. Return None if it succeeds, else its last error.
 
-    `kill`: whether to kill the command with its children if this process is interrupted. A killed command must be
-    repeatable. `cwd`: the directory in which it runs; None: this one's."""
+    `kill`: whether to kill the command and its children if this process is interrupted; set it only for a command that
+    can be repeated. `cwd`: the command's working directory; None: the one of this process."""
     error = ""
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     options: Any = {"cwd": cwd, "text": True, "errors": "replace", "start_new_session": kill, **streams}
@@ -79,7 +81,9 @@ def run_showing(
 
 
 def sparsely(show: Show, pause_s: float) -> Show:
-    """Return a function that calls `show` with a line, but not within `pause_s` after its last call or the start."""
+    """Return a function that passes a line on to `show` at most once every `pause_s` seconds, and drops other lines.
+
+    The first `pause_s` seconds also count as a pause."""
     last_shown = time.monotonic()
 
     def show_if_due(line: str) -> None:

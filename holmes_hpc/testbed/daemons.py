@@ -32,9 +32,11 @@ COMMANDS: dict[str, list[str]] = read_table(__file__)
 
 @dataclass(frozen=True)
 class Testbed:
-    """One testbed: its files, network and ports. `password`: of the database; `userland`: folder with the programs of
-    another Debian release, None for this machine's; `prefix`: of a Slurm installed by `make install`, None for Debian's
-    packages; `auth`: Slurm's auth plugin, munge or slurm."""
+    """One testbed: its files, network and ports.
+
+    `password`: password of the database; `userland`: folder with the programs of another Debian release, None for the
+    programs of this machine; `prefix`: installation prefix of a Slurm that `make install` installed, None for Slurm
+    from Debian's packages; `auth`: Slurm's auth plugin, munge or slurm."""
 
     paths: Paths
     wiring: Wiring
@@ -60,7 +62,7 @@ class Testbed:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The names of the daemons outside the nodes, each after those that it needs."""
+        """The names of the daemons that run outside the nodes. Each comes after the daemons that it needs."""
         return tuple(name for name in SERVERS if name != "munged" or self.auth == slurmconf.MUNGE)
 
     def slurm(self, argv: Sequence[str], timeout_s: float = 30, daemon: str = "slurmctld") -> str:
@@ -76,17 +78,20 @@ def node_command(testbed: Testbed, node: str, argv: Sequence[str]) -> list[str]:
 
 
 def _with_socket_folder(testbed: Testbed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv`; with auth/slurm, the folder with the socket of `daemon` is mounted at
-    /run/`name`. The command must run in a private mount namespace."""
+    """Return the command that runs `argv` with access to the auth/slurm socket of `daemon`.
+
+    If the testbed uses auth/slurm, the command mounts the folder of this socket at /run/`name`. It must run in a
+    private mount namespace."""
     if testbed.auth == slurmconf.MUNGE:
         return list(argv)
     return ["sh", "-c", BIND_SOCKETS, f"/run/{name}", str(testbed.paths.sack_folder(daemon)), *argv]
 
 
 def cgroup_plugin(version: str) -> str:
-    """Return the CgroupPlugin with which Slurm uses no control groups, which a node's own /sys lacks.
-    `version`: a text such as ``slurm-wlm 22.05.8``. Older Slurms do not start with `disabled`, but their `cgroup/v1`
-    does nothing unless another plugin uses it."""
+    """Return the CgroupPlugin with which Slurm uses no control groups, because a node's own /sys has none.
+
+    `version`: a text such as ``slurm-wlm 22.05.8``. Slurm before 23.11 does not start with `disabled`, but its
+    `cgroup/v1` does nothing unless another plugin uses it."""
     return "disabled" if slurm_prefix.parse_release(version) >= (23, 11) else "cgroup/v1"
 
 
@@ -121,7 +126,7 @@ def create_database(testbed: Testbed) -> None:
 
 @dataclass(frozen=True)
 class Daemon:
-    """A daemon to start. `argv`: its command line; `answers`: returns whether it is ready."""
+    """A daemon to start. `argv`: its command line; `answers`: function that returns whether the daemon is ready."""
 
     name: str
     argv: Sequence[str]
@@ -155,23 +160,23 @@ def server_daemon(testbed: Testbed, name: str) -> Daemon:
 
 def slurmd_daemon(testbed: Testbed, node: str) -> Daemon:
     argv = node_command(testbed, node, ["slurmd", "-D", "-N", node, "-f", str(testbed.paths.slurm_conf)])
-    # The controller's list of nodes shows whether it answers. A test connection would be an error in its log.
+    # The controller's list of nodes shows whether slurmd answers. slurmd would log a test connection as an error.
     return Daemon(f"slurmd.{node}", argv, lambda: True)
 
 
-_CHILDREN: list[subprocess.Popen[bytes]] = []  # daemons outlive this program, unless it removes the testbed itself
+_CHILDREN: list[subprocess.Popen[bytes]] = []  # the daemons go on when this program ends
 
 
 def reap() -> None:
-    """Reap ended daemons, so that no zombies stay in a long-lived program."""
+    """Reap daemons that have exited, so that no zombies remain while this program runs."""
     _CHILDREN[:] = [process for process in _CHILDREN if process.poll() is None]
 
 
 def start(daemons: Iterable[Daemon], testbed: Testbed, timeout_s: float, progress: Show) -> Callable[[], None]:
-    """Start all daemons and wait until each answers. Return a function that raises TestbedError if one has died since.
+    """Start all daemons and wait until each answers. Return a function that checks whether all are still alive.
 
-    `progress`: called with a line about a daemon that does not answer yet. Raise TestbedError, with the daemon's last
-    line of output, if one dies or does not answer within `timeout_s`."""
+    `progress`: called with a line about a daemon that does not answer yet. Raise TestbedError if a daemon dies or does
+    not answer within `timeout_s`. The returned function raises TestbedError if a daemon has died."""
     paths = testbed.paths
     started = []
     for daemon in daemons:
@@ -200,7 +205,7 @@ def start(daemons: Iterable[Daemon], testbed: Testbed, timeout_s: float, progres
 
 
 def _daemon_error(daemon: Daemon, paths: Paths, problem: str) -> TestbedError:
-    """Return the error for `problem`. It quotes the daemon's last error line, because `down` removes the log."""
+    """Return the error for `problem`. It quotes the last error line of the daemon's log, which `down` removes."""
     message = ""
     for path in (paths.log / f"{daemon.name}.out", paths.log / f"{daemon.name}.log"):
         with contextlib.suppress(OSError):

@@ -25,19 +25,19 @@ SHARED = Path("/run")  # locked while a testbed chooses names and a subnet, neve
 MTU = 1500
 FIRST_HOST = 11  # the last octet of a node's addresses is this plus the node's index; the machine has .1
 # Segmentation offload (GSO) passes packets in bundles of up to 16 kB, at a fraction of the CPU time of single packets.
-# The token bucket counts them at wire size and must hold one bundle with its headers, or it would split it. Larger
-# bundles would need a bucket that passes small messages unshaped, so bundles are small on a slow NIC.
+# The token bucket counts the bytes on the wire. It must hold one bundle with its headers; otherwise it would split the
+# bundle. A bucket for larger bundles would let small messages pass unshaped, so bundles are small on a slow NIC.
 GSO_BYTES = 16_384  # the largest bundle of a fast NIC
-GSO_S = 0.003  # the duration of a bundle of a slow NIC, at its rate
-BUCKET_PER_GSO = 1.22  # size of the token bucket over that of a bundle's payload
-BURST_S = 0.001  # the least duration of the token bucket, at the NIC's rate
-QUEUE_S = 0.05  # the duration of the queue, at the NIC's rate
+GSO_S = 0.003  # time in which a slow NIC sends a bundle
+BUCKET_PER_GSO = 1.22  # size of the token bucket, divided by the payload of a bundle
+BURST_S = 0.001  # minimum size of the token bucket, as time at the NIC's rate
+QUEUE_S = 0.05  # size of the queue, as time at the NIC's rate
 
 
 @dataclass(frozen=True)
 class NicSpec:
-    """One NIC, a veth pair. `name`: of its end in the node; `port`: of its end in the switch; `mbit`: rate in Mbit/s,
-    None if unshaped."""
+    """One NIC, a veth pair. `name`: name of the end in the node; `port`: name of the end in the switch; `mbit`: rate in
+    Mbit/s, None if unshaped."""
 
     name: str
     port: str
@@ -48,7 +48,7 @@ class NicSpec:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The names and addresses of a testbed's network. They follow from the topology, the `prefix` of its names and its
+    """The names and addresses of a testbed's network. They follow from the topology, the `prefix` of all names and the
     `subnet`, a /16."""
 
     topology: Topology
@@ -106,19 +106,22 @@ class Wiring:
 
     def hosts(self) -> str:
         """Return the text of the nodes' /etc/hosts. A node's name resolves to its Ethernet address, as at most sites.
-        So traffic to a host name is shaped and counted as Ethernet traffic."""
+        Traffic to a host name is therefore shaped and counted as Ethernet traffic."""
         lines = [f"{self.ethernet(node)} {node.name}" for node in self.topology.nodes]
         return "\n".join(["127.0.0.1 localhost", "::1 localhost ip6-localhost", *lines, ""])
 
 
 def gso_bytes(mbit: float | None) -> int:
-    """Return the largest GSO bundle for a NIC of `mbit`: 3 ms at its rate, from two packets to 16 kB."""
+    """Return the size of the largest GSO bundle for a NIC with the rate `mbit` (None: unshaped).
+
+    It is the number of bytes that the NIC sends in 3 ms, but at least two packets and at most 16 kB."""
     return GSO_BYTES if mbit is None else min(GSO_BYTES, max(2 * MTU, int(mbit * 1e6 / 8 * GSO_S)))
 
 
 def tbf_line(device: str, mbit: float) -> str:
-    """Return the line of ``tc -batch`` that limits `device` to `mbit` by a token bucket: of 1 ms, but at least one
-    bundle, with a queue of 50 ms."""
+    """Return the line of ``tc -batch`` that limits `device` to `mbit` by a token bucket.
+
+    The bucket holds the traffic of 1 ms, but at least one GSO bundle. The queue holds the traffic of 50 ms or more."""
     bytes_per_s = mbit * 1e6 / 8
     burst = max(int(BUCKET_PER_GSO * gso_bytes(mbit)), int(bytes_per_s * BURST_S))
     limit = burst + max(4 * GSO_BYTES, int(bytes_per_s * QUEUE_S))
@@ -171,7 +174,7 @@ _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
 
 
 def _batch(tool: str, namespace: str | None, lines: Iterable[str], hint: str = "") -> None:
-    """Run `lines` with ``ip -batch`` or ``tc -batch`` (`tool`). `hint`: of an error other than missing permission."""
+    """Run `lines` with ``ip -batch`` or ``tc -batch`` (`tool`). `hint`: for errors other than a missing permission."""
     namespace_options = ["-n", namespace] if namespace else []
     try:
         run([tool, *namespace_options, "-batch", "-"], stdin="\n".join(lines) + "\n")
@@ -187,8 +190,9 @@ def _set_sysctls(namespace: str, values: dict[str, str]) -> None:
     run(["ip", "netns", "exec", namespace, "sh", "-c", script, "sh", *arguments])
 
 
-# No neighbour discovery, which would count as traffic of data NICs. No slow start after a pause for emulated compute,
-# no cached metrics of earlier connections. Not BBR, a default on some machines: it pauses 0.2 s every 10 s to probe.
+# IPv6 neighbour discovery would count as traffic of the data NICs. TCP must not use slow start after a pause for
+# emulated compute, nor cached metrics of earlier connections. BBR is the default on some machines, but it pauses for
+# 0.2 s every 10 s to probe the network.
 _NODE_SYSCTLS = {
     "net/ipv6/conf/default/disable_ipv6": "1",
     "net/ipv4/tcp_slow_start_after_idle": "0",

@@ -30,8 +30,8 @@ def _choose_package(choices: Sequence[str]) -> str:
 
 
 def install(programs: Mapping[str, Sequence[str]], progress: Show) -> None:
-    """Install those `programs` (program or file -> packages) that are missing. `down` does not remove them.
-    `progress`: called with a line about each activity. Raise TestbedError if there is no apt-get, or if it fails."""
+    """Install the `programs` that are missing; `down` does not remove them. `programs`: {program or file: packages}.
+    `progress`: called with a line about each activity. Raise TestbedError if apt-get is missing or fails."""
     missing = [program for program in programs if not _exists(program)]
     if not missing:
         return
@@ -70,7 +70,7 @@ def _apt(arguments: list[str], progress: Show) -> str | None:
 
 @contextlib.contextmanager
 def _services_held_back() -> Iterator[None]:
-    """Keep packages that are installed in the block from starting services, by a policy-rc.d of our own."""
+    """Keep packages that are installed in the block from starting services, by a temporary policy-rc.d."""
     restore_policy()
     backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     if os.path.lexists(POLICY):
@@ -84,7 +84,7 @@ def _services_held_back() -> Iterator[None]:
 
 
 def restore_policy() -> None:
-    """Restore the machine's own policy-rc.d after `_services_held_back`, also if an earlier `up` was killed in it."""
+    """Restore the machine's own policy-rc.d after `_services_held_back`, even if that block was killed earlier."""
     backup = POLICY.with_name(POLICY.name + _BACKUP_SUFFIX)
     with contextlib.suppress(OSError):
         if POLICY.is_file() and not POLICY.is_symlink() and POLICY.read_text(encoding="utf-8") == _DENY:

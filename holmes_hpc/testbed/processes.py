@@ -1,9 +1,9 @@
 """Search and termination of the processes of one testbed.
 
-A process belongs to it if it is in one of its network namespaces (slurmd and its jobs) or has its mark in the
-environment. A server may overwrite its environment, so a server also belongs to it if its working directory, or a path
-in its command line, is below the state directory. Process ids are not recorded, because after a crash or a reboot they
-would be those of other processes.
+A process belongs to the testbed if it runs in one of the testbed's network namespaces (slurmd and its jobs) or has the
+testbed's MARK in its environment. A server may overwrite its environment. It therefore also belongs to the testbed if
+its working directory, or a path in its command line, is below the state directory. Process ids are not recorded,
+because other processes could have them after a crash or a reboot.
 """
 
 import contextlib
@@ -62,7 +62,9 @@ def find(directory: Path, namespaces: Collection[int]) -> list[TestbedProcess]:
 
 
 def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[TestbedProcess]:
-    """Return the live processes, except this one, for which ``belongs(process, inode of its network namespace)``."""
+    """Return the live processes, except this one, for which `belongs` returns true.
+
+    `belongs` is called with a process and the inode of its network namespace."""
     matches = []
     for process in psutil.process_iter():
         try:
@@ -83,7 +85,7 @@ def kill_all(directory: Path, namespaces: Collection[int]) -> None:
 
 
 def kill_namespace(namespace: int) -> None:
-    """Kill all processes in the network namespace with this inode by SIGKILL, also those forked meanwhile.
+    """Kill all processes in the network namespace with this inode by SIGKILL, even if they fork meanwhile.
     Raise TestbedError if one survives for _KILL_S."""
     _kill_until_none(lambda: _live_processes(lambda _, inode: inode == namespace), f"netns {namespace}")
 
@@ -102,8 +104,9 @@ def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: 
 
 @contextlib.contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM in the block, so that its cleanup runs as after Ctrl-C. Outside the main thread, do
-    nothing."""
+    """Raise SystemExit if SIGTERM arrives in the block, so that the block cleans up as it does after Ctrl-C.
+
+    Outside the main thread, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,6 @@
-"""The record of everything that a testbed creates. It is written first, so that `down` can undo all after any crash."""
+"""The record of everything that a testbed creates.
+
+It is written before anything is created, so that `down` can remove everything even after a crash."""
 
 import contextlib
 import fcntl
@@ -37,11 +39,11 @@ def state_dir() -> Path:
 class Record:
     """The record of one testbed.
 
-    `prefix`: start of the names of its namespaces and interface; `subnet`: a /16 in CIDR form; `password`: of its
-    database; `release`: Debian release of its programs; `topology`: its text in YAML; `made_directory`: whether `up`
-    created the directory; `run_netns`: state of /run/netns before `up`; `slurm`: prefix of a Slurm installed by
-    `make install`, empty for the release's packages; `auth`: Slurm's auth plugin; `ready`: false while the testbed is
-    being created or removed."""
+    `prefix`: prefix of the names of its namespaces and interface; `subnet`: a /16 in CIDR form; `password`: password of
+    its database; `release`: Debian release of its programs; `topology`: text of its topology file; `made_directory`:
+    whether `up` created the directory; `run_netns`: state of /run/netns before `up`; `slurm`: installation prefix of a
+    Slurm that `make install` installed, empty for Slurm from the release's packages; `auth`: Slurm's auth plugin;
+    `ready`: false while the testbed is being created or removed."""
 
     prefix: str
     subnet: str
@@ -81,7 +83,7 @@ class Record:
 
 
 def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
-    """Replace a file atomically by one with permissions `mode`, less the umask, from the start."""
+    """Replace a file atomically. The new file has the permissions `mode` (less the umask) from the start."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
@@ -95,8 +97,9 @@ def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
 def locked(directory: Path, create: bool) -> Iterator[bool]:
     """Lock the directory against another `up` or `down`. Yield whether this call created it.
 
-    `create`: create a missing directory, else raise FileNotFoundError. The lock is on the directory itself, so it needs
-    no file elsewhere. `down` removes the directory while others wait for the lock; they then lock the new one."""
+    `create`: whether to create a missing directory; if false, raise FileNotFoundError. The lock is on the directory
+    itself, so it needs no file elsewhere. If `down` removes the directory while this call waits for the lock, the call
+    starts again."""
     while True:
         has_created = False
         if create and not directory.is_dir():

@@ -1,6 +1,6 @@
 """A Slurm installed by `make install` below a prefix, instead of Debian's packages.
 
-It can be built here from Slurm's source, a folder or a tarball. Later testbeds reuse the build.
+This module can also build Slurm from its source, a folder or a tarball. Later testbeds reuse the build.
 """
 
 import hashlib
@@ -20,9 +20,9 @@ OLDEST, NEWEST = (22, 5), (26, 5)  # the range of tested releases
 RANGE = "22.05 to 26.05"
 _CLIENTS = ("srun", "sbatch", "sinfo", "sacct", "sacctmgr", "scontrol", "squeue", "scancel")
 PROGRAMS = ("sbin/slurmctld", "sbin/slurmd", "sbin/slurmdbd", *(f"bin/{name}" for name in _CLIENTS))
-# The first release that needs auth/slurm here. With one munged for all nodes, it rejects a launch's credential on the
-# second node as a replay, except with --enable-multiple-slurmd (as Debian's). It is also the first in which commands
-# accept another path for auth/slurm's socket.
+# The first release for which the testbed prefers auth/slurm. All nodes share one munged. From this release on, the
+# second node rejects a launch's munge credential as a replay, unless Slurm was built with --enable-multiple-slurmd, as
+# Debian's is. It is also the first release whose commands accept another path for auth/slurm's socket.
 AUTH_SLURM_SINCE = (25, 5)
 
 
@@ -79,8 +79,8 @@ def cache_folder() -> Path:
 def build(source: Path, progress: Show) -> Path:
     """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix.
 
-    A build takes some minutes on all cores, and 200 MB. Raise TestbedError if there is no source, or, with the last
-    line of the log, if the build fails."""
+    A build takes some minutes on all cores, and 200 MB. Raise TestbedError if `source` does not exist or if the build
+    fails. The error quotes the last line of the log."""
     source = source.absolute()
     if not source.exists():
         raise TestbedError("does not exist", where=f"--slurm-source {source}", hint="give a folder or a tarball")
@@ -92,7 +92,7 @@ def build(source: Path, progress: Show) -> Path:
 
 
 def _build(source: Path, folder: Path, progress: Show) -> None:
-    """Build Slurm from `source` and install it into slurm/ in `folder`. A file MARKER shows that it is complete.
+    """Build Slurm from `source` and install it into slurm/ in `folder`. Finally create the file MARKER there.
     Raise TestbedError if a command of the build fails."""
     unpacked, work, prefix, log = folder / "source", folder / "build", folder / "slurm", folder / "build.log"
     for leftover in (unpacked, work, prefix):

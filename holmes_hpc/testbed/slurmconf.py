@@ -58,7 +58,7 @@ def slurm_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], auth: str = 
 
 
 def _partitions(topology: Topology) -> Iterator[str]:
-    """Yield the lines of slurm.conf for the partitions of the fabrics, then for further ones."""
+    """Yield the lines of slurm.conf for the fabrics' partitions, then for the topology's further partitions."""
     members: dict[str, list[str]] = {}
     for node in topology.nodes:
         members.setdefault(node.fabric.partition, []).append(node.name)

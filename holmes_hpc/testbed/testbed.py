@@ -1,7 +1,8 @@
 """Creation and removal of a testbed: a real Slurm with shaped NICs on one machine.
 
-All files are in one state directory (`record.state_dir`). The record there names everything outside it: namespaces, one
-interface and processes. So testbeds in different directories, and the machine's own Slurm, do not affect each other.
+All files are in one state directory (`record.state_dir`). Everything outside that directory (namespaces, one interface,
+processes) can be found from the record in it. Testbeds in different directories do not affect each other, nor the
+machine's own Slurm.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from holmes_hpc.testbed.topology import Topology
 from holmes_hpc.waiting import attempts
 
 READY_S = 60
-UNAVAILABLE = ("down", "error", "fail", "inval", "unknown")  # starts of node states that show a fault
+UNAVAILABLE = ("down", "error", "fail", "inval", "unknown")  # prefixes of the node states that show a fault
 
 
 def _load(directory: Path, record: Record) -> Testbed:
@@ -56,14 +57,14 @@ def up(
     source: str | Path | None = None,
     progress: Show = lambda _: None,
 ) -> None:
-    """Create the testbed and wait until every node can run jobs. If it is up, repair it where necessary.
+    """Create the testbed and wait until every node can run jobs. If the testbed is up, repair it where necessary.
 
-    `topology_path`: a topology file, or a name under slurm/testbed/; None: the present topology, or else `default`.
-    `release`: the Debian release whose Slurm is used; None: the present one, or else the machine's own.
+    `topology_path`: a topology file, or a name under slurm/testbed/; None: that of the existing testbed, or `default`.
+    `release`: the Debian release whose Slurm is used; None: that of the existing testbed, or the machine's own Slurm.
     `slurm`: the prefix of a Slurm installed by `make install`; None: $HOLMES_TESTBED_SLURM, if set.
-    `source`: the source of a Slurm to build first (once): a folder or a tarball.
+    `source`: the source of a Slurm (a folder or a tarball), which is built unless an earlier build exists.
     `progress`: called with a line about each activity.
-    Raise TestbedError if it cannot be created; everything created so far is then removed."""
+    Raise TestbedError if the testbed cannot be created; everything created so far is then removed."""
     releases, sources = userland.RELEASES, [option for option in (release, slurm, source) if option is not None]
     TestbedError.refuse(
         "testbed",
@@ -104,7 +105,7 @@ def up(
 
 
 def _requested_prefix(slurm: str | Path | None, source: str | Path | None, progress: Show) -> str:
-    """Return the prefix of the requested Slurm, which is built from `source` if needed; empty for a packaged one."""
+    """Return the prefix of the requested Slurm; empty for Slurm from packages. Build it from `source` if needed."""
     if source is not None:
         return str(slurm_prefix.build(Path(source), progress))
     prefix = slurm or os.environ.get("HOLMES_TESTBED_SLURM")
@@ -120,7 +121,7 @@ def _create(directory: Path, text: str, release: str, prefix: str, is_new: bool,
         programs = {**packages.DATABASE, **(packages.MUNGE if auth == MUNGE else {})}
     packages.install({**packages.NODES, **programs}, progress)
     progress(f"creating {len(layout.nodes)} nodes, their NICs and a database")
-    with locked(network.SHARED, create=False):  # the next testbed then sees this one's names and subnet
+    with locked(network.SHARED, create=False):  # so that another testbed sees the names and subnet of this one
         record = replace(_new_record(directory, layout, text, release, is_new), slurm=prefix, auth=auth)
         record.write(directory)
         testbed = _load(directory, record)
@@ -149,8 +150,9 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
 
 
 def _start_daemons(testbed: Testbed, names: Collection[str], progress: Show) -> None:
-    """Start the daemons `names`, each after those that it needs, and wait until every node is registered.
-    Before slurmctld, record its cluster."""
+    """Start the daemons `names` and wait until every node is registered.
+
+    Each daemon starts after the daemons that it needs. Before slurmctld starts, its cluster is added to slurmdbd."""
     query = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
     for program in (name for name in testbed.servers if name in names):
         if program == "slurmctld" and CLUSTER not in testbed.slurm(query, daemon="slurmdbd").split():
@@ -168,12 +170,12 @@ def _node_states(testbed: Testbed) -> dict[str, str]:
 
 
 def is_registered(state: str) -> bool:
-    """Return whether a node in this state has a slurmd that answers. It may be drained or reserved."""
+    """Return whether a node in this state has a slurmd that answers. The node may be drained or reserved."""
     return not state.endswith("*") and not state.startswith(UNAVAILABLE)
 
 
 def _wait_for_nodes(testbed: Testbed, progress: Show, check_alive: Callable[[], None]) -> None:
-    """Wait until every node is registered. `check_alive`: raises TestbedError if a slurmd has died."""
+    """Wait until every node is registered. `check_alive`: function that raises TestbedError if a slurmd has died."""
     show = sparsely(progress, daemons.PROGRESS_S)
     for left_s in attempts(READY_S, 0.1):
         states = _node_states(testbed)
@@ -222,10 +224,11 @@ def _repair(testbed: Testbed, progress: Show) -> bool:
 
 
 def status() -> dict[str, Any]:
-    """Return the testbed's state as JSON values: ``up`` (whether all of it runs) and ``state_dir``. If there is one,
-    also ``topology`` (its name), ``release`` (where its Slurm is from: a Debian release, or a prefix), ``slurm`` (the
-    version, empty if Slurm does not answer), ``daemons{name: is alive}`` and ``nodes[{name, partition, features, state,
-    nics{name: rate in Mbit/s}}]``."""
+    """Return the testbed's state as JSON values: ``up`` (whether all of it runs) and ``state_dir``.
+
+    If there is a testbed, the result also has ``topology`` (its name), ``release`` (the Debian release or the prefix of
+    its Slurm), ``slurm`` (version of Slurm, empty if Slurm does not answer), ``daemons{name: is alive}`` and
+    ``nodes[{name, partition, features, state, nics{name: rate in Mbit/s}}]``."""
     directory = state_dir()
     record = Record.read(directory)
     if record is None:
@@ -234,7 +237,7 @@ def status() -> dict[str, Any]:
     alive = _daemons_alive(testbed)
     states: dict[str, str] = {}
     version = ""
-    if alive.get("munged", True) and alive["slurmctld"]:  # else the client commands retry for half a minute
+    if alive.get("munged", True) and alive["slurmctld"]:  # without them, the commands retry for half a minute
         with contextlib.suppress(TestbedError):
             version = testbed.slurm(["sinfo", "-V"]).strip()
             states = _node_states(testbed)
@@ -244,7 +247,7 @@ def status() -> dict[str, Any]:
         description = {"name": node.name, "partition": node.fabric.partition, "features": features}
         nodes.append({**description, "state": states.get(node.name, "unknown"), "nics": nics})
     summary = {"up": record.ready and all(alive.values()), "state_dir": str(directory), "topology": layout.name}
-    release = record.slurm or record.release  # of Debian, or the prefix of a Slurm that is not Debian's
+    release = record.slurm or record.release  # the prefix of a Slurm that is not Debian's, or Debian's release
     return {**summary, "release": release, "slurm": version, "daemons": alive, "nodes": nodes}
 
 
@@ -270,7 +273,7 @@ def exec_in(
 
 
 def kill_node(node: str) -> None:
-    """Kill all processes of a node at once, as a power cut does. `up` restarts its slurmd.
+    """Kill all processes of a node, as a power cut would. A later `up` restarts the node's slurmd.
     Raise TestbedError if there is no testbed or no such node."""
     inode = network.inode(_load_with_node(node).wiring.namespace(node))
     if inode is not None:
@@ -284,8 +287,10 @@ def _load_with_node(node: str) -> Testbed:
 
 
 def _env(testbed: Testbed) -> dict[str, str]:
-    """Return the variables of a testbed. Its own programs come first in PATH, unless it uses the machine's Slurm.
-    Ranks compute with one thread unless OMP_NUM_THREADS is set, because all nodes share the CPUs of one machine."""
+    """Return the environment variables for commands that use a testbed.
+
+    The testbed's programs come first in PATH, unless it uses the machine's Slurm. Ranks compute with one thread unless
+    OMP_NUM_THREADS is set, because all nodes share the CPUs of one machine."""
     variables = {"HOLMES_TESTBED": str(testbed.paths.root), **testbed.env()}
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     testbed_path = slurm_prefix.program_path(testbed.prefix) if testbed.prefix else str(testbed.paths.root / "bin")
@@ -305,8 +310,10 @@ def env() -> dict[str, str]:
 
 
 def down(progress: Show = lambda _: None) -> bool:
-    """Remove everything that `up` created, also after a killed `up` or crashed daemons. Return whether there was a
-    testbed. `progress`: called with a line about the activity. Raise TestbedError if something cannot be removed."""
+    """Remove everything that `up` created, even if `up` was killed or daemons have crashed.
+
+    Return whether there was a testbed. `progress`: called with a line about the activity. Raise TestbedError if
+    something cannot be removed."""
     directory = state_dir()
     if not directory.is_dir():
         return False
@@ -323,7 +330,7 @@ def down(progress: Show = lambda _: None) -> bool:
 
 
 def _remove(directory: Path, record: Record, keep_directory: bool = False) -> None:
-    """Remove the testbed's processes, network and files. The record goes last, so that `down` can be repeated."""
+    """Remove the testbed's processes, network and files. Remove the record last, so that `down` can be repeated."""
     replace(record, ready=False).write(directory)
     packages.restore_policy()
     processes.kill_all(directory, _inodes(record.namespaces))

@@ -16,10 +16,10 @@ FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
 NICS = ("ib", "roce", "ethernet")
 PREEMPT = ("off", "requeue", "cancel")
 MAX_NODES = 200  # one /24 per network
-PRIORITY = 10  # of the fabrics' partitions, which can preempt a partition of lower priority
+PRIORITY = 10  # priority of the fabrics' partitions, which can preempt a partition of lower priority
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9-]{0,31}")
-_PREFIX = re.compile(r"[a-z][a-z0-9-]{0,5}")  # prefix, number and "-mgmt0" are an interface name: 15 characters
+_PREFIX = re.compile(r"[a-z][a-z0-9-]{0,5}")  # an interface name (at most 15 characters) is prefix, number, "-mgmt0"
 _SETTING = re.compile(r"[A-Za-z]+")
 _VALUE = re.compile(r"[^\s#\"'\\]{1,400}")
 SLURM_CONF: dict[str, Any] = read_table(str(Path(__file__).with_name("slurmconf.py")))
@@ -72,7 +72,7 @@ class FabricSpec:
 
 @dataclass(frozen=True)
 class PartitionSpec:
-    """A partition of Slurm besides those of the fabrics, over nodes of one or more fabrics."""
+    """A Slurm partition in addition to the fabrics' own partitions, with nodes of one or more fabrics."""
 
     name: Annotated[str, key("name of the partition")]
     fabrics: Annotated[tuple[str, ...], key("fabrics whose nodes it has: [ib-a]")]
@@ -156,7 +156,7 @@ class Topology(Checked, where="topology {0.name}", error=TestbedError):
 
 
 def parse(text: str, where: str) -> Topology:
-    """Return the topology in a YAML text. Raise TestbedError if it has none. `where`: the text's file, for errors."""
+    """Return the topology in a YAML text. Raise TestbedError if it is invalid. `where`: the text's file, for errors."""
     try:
         data = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -186,7 +186,7 @@ def find_file(path: str | Path | None) -> Path:
 
 def read_text(path: str | Path | None) -> str:
     """Return the text of the topology file for `path` (see :func:`find_file`).
-    Raise TestbedError if the file is missing, unreadable or no topology."""
+    Raise TestbedError if the file is missing or unreadable, or if its topology is invalid."""
     file = find_file(path)
     unreadable = (OSError, UnicodeDecodeError)
     with TestbedError.instead_of(*unreadable, where=file, hint="give a readable YAML file", what="cannot be read:"):

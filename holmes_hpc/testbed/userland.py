@@ -1,4 +1,4 @@
-"""The programs of another Debian release on this machine: from debootstrap, mounted over the machine's /usr and /etc.
+"""The programs of another Debian release, fetched by debootstrap and mounted over this machine's /usr and /etc.
 
 It is not a chroot. A process gets a private mount namespace in which /usr/bin, /usr/lib, … and /etc are the release's.
 Everything else (the checkout, home directories, /tmp, the state directory, /proc) is the machine's, at the same paths.
@@ -17,7 +17,7 @@ NATIVE = "bookworm"  # stands for the machine's own Slurm, whatever its release 
 RELEASES = (NATIVE, "trixie")
 # Files copied from the machine's /etc into the release's: users, name resolution, certificates, Python's package index.
 SHARED_FILES = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
-PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first, which `mount` then uses
+PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first: later `mount`s use them
 
 SLURM_CLIENTS = (
     *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo", "sprio"),
@@ -33,8 +33,9 @@ exec "$@"'''
 
 
 def enter_command(root: Path | None, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` with the programs of the release in `root`, if any. The command must run in a
-    private mount namespace."""
+    """Return the command that runs `argv` with the programs of the release in `root`; `argv` itself if `root` is None.
+
+    The command must run in a private mount namespace."""
     return list(argv) if root is None else ["sh", "-c", _ENTER, str(root), *argv]
 
 

@@ -50,7 +50,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     except (TypeError, ValueError, AttributeError, OverflowError, HolmesError) as e:
         message = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
         row.update(state="unreadable", error=message)
-        return row, NO_STEPS  # `steps` of the row is not set, so it must have no steps
+        return row, NO_STEPS  # the row has no number of steps, so no steps are returned
     row["plan_id"] = text(record.get("plan_id"))
     row["missing"] = "; ".join(_missing(record, steps)) or None
     row["error"] = "; ".join(filter(None, [row["error"], *_damage(row, steps, plan, result)])) or None
