@@ -164,8 +164,7 @@ def close_partition(run: RunDirectory, job: str) -> None:
     """Requeue the job while its partition is down."""
     with changed("PartitionName", squeue(job, "%P"), "State=DOWN", "State=UP"):
         scontrol("requeue", job)
-        until(lambda: squeue(job, "%r") == "PartitionDown", "the wait for the partition")
-        assert "1 of 2 jobs wait: PartitionDown" in run_status(run).why
+        until(lambda: "1 of 2 jobs wait: PartitionDown" in run_status(run).why, "the wait for the partition")
 
 
 def drain(run: RunDirectory, job: str) -> None:
