@@ -110,7 +110,7 @@ def _is_number(cell: str) -> bool:
 
 
 def _blocks(rows: Sequence[Sequence[str]], max_width: int) -> list[list[int]]:
-    """Return the indices of the columns in each block of a table. Each block begins with the first column.
+    """Return the indices of the columns in each block of a table. Each block repeats the first column.
 
     A block has the columns that fit side by side with at least their :func:`_min_width`."""
     min_widths = [_min_width(column) for column in zip(*rows, strict=True)]

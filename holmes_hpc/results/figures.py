@@ -105,7 +105,7 @@ def _bars(
 def _single_bars(
     labels: Sequence[str], values: Sequence[float], xlabel: str, title: str, end: str = "{:.3g}", bounds: Any = ()
 ) -> Figure:
-    """Draw bars of one part each (:func:`_bars`). `end`: format of the text after a bar."""
+    """Draw unstacked bars (:func:`_bars`). `end`: format of the text after a bar."""
     ends = [end.format(value) for value in values]
     return _bars(labels, [[value] for value in values], [""], ends, bounds, xlabel=xlabel, title=title)
 

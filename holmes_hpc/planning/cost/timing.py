@@ -144,7 +144,7 @@ def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
 
 
 def row_durations(times: Timing, split: int) -> RowDurations:
-    """Return the durations that simulate one layer split of a layout with per-stage TP/DP."""
+    """Return the durations to simulate, for one layer split of a layout with per-stage TP/DP."""
     d, e = times.replicas[0], times.edges
     assert e is not None
     return replace(

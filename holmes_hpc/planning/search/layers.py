@@ -173,7 +173,7 @@ def idle_share(layout: Layout, layers: np.ndarray, seconds: float) -> float:
 
 
 def _one_and_two_layers(layout: Layout) -> np.ndarray:
-    """Return two layer splits, (2, S, C): one layer in every chunk, and two, besides first dense layers."""
+    """Return two layer splits, (2, S, C): one and two layers in every chunk. First dense layers come on top."""
     shape = layout.parallel.pp, layout.parallel.virtual_stages
     splits = np.stack([np.full(shape, 1), np.full(shape, 2)])
     splits[:, 0, 0] += layout.model.experts.first_dense
@@ -262,8 +262,8 @@ def deepen(layout: Layout, extra: list[int]) -> Layout:
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
     """Return the values of `extra` for :func:`deepen` that hide the transfers of each stage to the next stage and back.
 
-    With virtual stages they are zero. Their wrap-around edge makes every stage wait for the last stage, so a stage that
-    runs further ahead would only wait longer.
+    With virtual stages the values are zero: the wrap-around edge makes every stage wait for the last stage, so a stage
+    that runs further ahead would only wait longer.
     """
     p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)

@@ -46,7 +46,7 @@ def build_datasets(
     """Return the training samples, and the validation samples if `train.eval_interval` is above 0.
 
     Rank 0 and every rank that needs data call it. With torch.distributed, initialize that first. Rank 0 checks the data
-    and builds the index in `data.cache`, or under `run_dir` if that is not set. The other ranks wait for rank 0's
+    and builds the index in `data.cache`, or under `run_dir` if `data.cache` is not set. The other ranks wait for its
     result in the rendezvous store, without a barrier. Raise the same DataError on all ranks for data that are missing,
     damaged or too short, or that exceed the model's vocabulary.
     """

@@ -207,7 +207,7 @@ class NicLog:
 
 
 def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:
-    """Return the bytes of all nodes: fabric name or ``ethernet`` -> {tx, rx}. `rows`: the result of
+    """Return the bytes of each fabric, summed over nodes: its name or ``ethernet`` -> {tx, rx}. `rows`: the results of
     :meth:`Traffic.take` on every rank."""
     total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
     ends = list(accumulate(c.ranks for c in plan.components))
