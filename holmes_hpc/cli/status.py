@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Annotated, Any
 
@@ -20,7 +21,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import scontrol
 from holmes_hpc.slurm.job_states import UNKNOWN
 from holmes_hpc.submission.lifecycle.outcome import quote_log, resume_advice
-from holmes_hpc.submission.lifecycle.status import cancel_run, end_detector, is_local, log_paths, run_statuses
+from holmes_hpc.submission.lifecycle.status import Status, cancel_run, end_detector, is_local, log_paths, run_statuses
 from holmes_hpc.submission.sweeps import sweep_table
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep
 from holmes_hpc.submission.sweeps.manifest import read_manifest
@@ -76,13 +77,8 @@ def status(
         console.note(f"{counted(hidden, 'earlier run')}: `holmes status --all`")
     if any(s.state == UNKNOWN.lower() and s.source != "run record" for s in statuses):
         console.note("unknown: Slurm does not answer (`scontrol ping`), or does not know the job any more")
-    console.note(*(f"{run.name}: {warnings}" for run in named if (warnings := logged_warnings(run))))
-    for run in (RunDirectory(s.path) for s in statuses if runs and s.step):
-        record, lines = run.read_run(), run.metrics()
-        if lines and ((record.get("config") or {}).get("elastic") or {}).get("enabled"):
-            useful_s = sum(number(line.get("step_time_s")) for line in lines)
-            share = goodput(useful_s, record["created"], number(lines[-1].get("time")))
-            console.note(f"{run.name}: {share:.0%} of the time since its creation is in steps that were not repeated")
+    for s in statuses if named else ():
+        console.note(*_run_notes(s))
     failed = [s for s in statuses if s.error]
     if not runs:  # report only recent failures, unless runs are named
         recent = [s for s in failed if time.time() - last_change(RunDirectory(s.path)) < RECENT_S][:3]
@@ -95,6 +91,18 @@ def status(
         saved = checkpoint_directory.complete_checkpoints(run.checkpoints) if s.ended else []
         log_lines = quote_log(s.log_tail, s.error or "", s.failed_rank)
         console.text(f"\n{s.name}: {rank}{s.error}", *log_lines, *resume_advice(run, [c.step for c in saved]))
+
+
+def _run_notes(s: Status) -> Iterator[str]:
+    """Yield how many warnings a run logged, and the goodput of an elastic run with steps."""
+    run = RunDirectory(s.path)
+    if warnings := logged_warnings(run):
+        yield f"{run.name}: {warnings}"
+    record, lines = (run.read_run(), run.metrics()) if s.step else ({}, [])
+    if lines and ((record.get("config") or {}).get("elastic") or {}).get("enabled"):
+        useful_s = sum(number(line.get("step_time_s")) for line in lines)
+        share = goodput(useful_s, record["created"], number(lines[-1].get("time")))
+        yield f"{run.name}: {share:.0%} of the time since its creation is in steps that were not repeated"
 
 
 @app.command()
