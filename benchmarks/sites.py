@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,7 @@ def answer(site: str, node: SiteNode, gpu: tuple[str, float] | None) -> str:
     facts = facts_of(
         node.name, NodeNics(tuple(interfaces), tuple(ports), verbs=bool(ports)), node.features, {}, files=()
     )
-    data = {**facts.to_dict(), "clock": time.time()}
+    data = {**asdict(facts), "clock": time.time()}
     return MARK + json.dumps({**data, "gpu": gpu[0], "gpu_memory_gib": gpu[1], "gpus": node.gpus or 1} if gpu else data)
 
 
