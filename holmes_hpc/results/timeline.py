@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from holmes_hpc.errors import RecordError
+from holmes_hpc.planning.cost.predict import chrome_trace
 from holmes_hpc.planning.schedule.kinds import COMPUTING
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.rates import warmup_steps
@@ -86,36 +87,16 @@ def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
     return events.assign(start_s=events["start_s"] - start, end_s=events["end_s"] - start).reset_index(drop=True)
 
 
-def chrome_trace(trace: pd.DataFrame) -> dict[str, Any]:
-    """Return the events of :func:`read_trace` as a Chrome trace.
-
-    Each rank is a process of the trace. Its threads are computing, waiting and one for each kind of transfer. Times are
-    in microseconds since the first event."""
-    first_s, trace_events = trace["start_s"].min(), list[dict[str, Any]]()
-
-    def add_name(key: str, pid: int, tid: int, name: str) -> None:
-        trace_events.append({"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}})
-
-    for pid, ((stage, rank), rank_events) in enumerate(trace.groupby(["stage", "rank"])):
-        add_name("process_name", pid, 0, f"measured: stage {stage}, rank {rank}")
-        kinds = rank_events["kind"]
-        thread_names = kinds.mask(kinds.isin(COMPUTING), "compute").mask(kinds.str.startswith("wait"), "wait")
-        for tid, (thread, events) in enumerate(rank_events.groupby(thread_names, sort=False)):
-            add_name("thread_name", pid, tid, str(thread))
-            for event in events.to_dict("records"):
-                kind, micro_batch = event["kind"], event["micro_batch"]
-                name = kind if math.isnan(micro_batch) else f"{kind} {micro_batch:.0f}"
-                start_us, length_us = (event["start_s"] - first_s) * 1e6, (event["end_s"] - event["start_s"]) * 1e6
-                times = {"ts": round(start_us, 3), "dur": round(length_us, 3)}
-                trace_events.append({"ph": "X", "pid": pid, "tid": tid, "name": name, "cat": kind, **times})
-    return {"traceEvents": trace_events, "displayTimeUnit": "ms"}
-
-
 def write_perfetto(run: RunDirectory, path: str | os.PathLike[str]) -> int:
-    """Write the measured timeline of a run to `path` as a Chrome trace. Return the number of its events.
-    Raise RecordError if no trace was recorded."""
+    """Write the measured timeline of a run to `path` as a Chrome trace with one process per rank. Times start at the
+    first event. Return the number of its events. Raise RecordError if no trace was recorded."""
     trace = read_trace(run)
     if trace.empty:
         raise RecordError("no trace was recorded", where=str(run.path), hint="repeat the run with train.trace=true")
-    write_whole(Path(path), json.dumps(chrome_trace(trace)))
-    return len(trace)
+    trace = trace.sort_values(["stage", "rank", "start_s"])
+    start = trace["start_s"].min()
+    names = [f"measured: stage {s}, rank {r}" for s, r in zip(trace["stage"], trace["rank"], strict=True)]
+    trace = trace.assign(process=names, start_s=trace["start_s"] - start, end_s=trace["end_s"] - start)
+    events: list[dict[Any, Any]] = trace.to_dict("records")
+    write_whole(Path(path), json.dumps(chrome_trace(events)))
+    return len(events)

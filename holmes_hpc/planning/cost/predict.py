@@ -1,5 +1,6 @@
 """Predictions for a plan: step time and its parts, throughput, memory, bytes per network, timeline, 90% interval."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -235,29 +236,37 @@ def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:
     return event["stage"], event["start_s"], event["end_s"], event["kind"]
 
 
-def chrome_trace(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return events as a Chrome/Perfetto trace: one process per stage, with computing and traffic as threads."""
-    threads = {**dict.fromkeys(COMPUTING, 0), "send": 1}
-    entries: list[dict[str, Any]] = []
-    for stage in sorted({e["stage"] for e in events}):
-        entries.append({"ph": "M", "pid": stage, "name": "process_name", "args": {"name": f"stage {stage}"}})
-        entries += [
-            {"ph": "M", "pid": stage, "tid": tid, "name": "thread_name", "args": {"name": name}}
-            for tid, name in enumerate(("compute", "send", "synchronize"))
-        ]
-    entries += [
-        {
-            "ph": "X",
-            "pid": e["stage"],
-            "tid": threads.get(e["kind"], 2),
-            "name": e["kind"] if e["micro_batch"] is None else f"{e['kind']} {e['micro_batch']}",
-            "ts": e["start_s"] * 1e6,
-            "dur": (e["end_s"] - e["start_s"]) * 1e6,
-            "args": {"chunk": e["chunk"]},
-        }
-        for e in events
-    ]
+def chrome_trace(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return events of :func:`timeline` as a Chrome trace, which Perfetto reads. Its times are in microseconds.
+
+    The events of a `process` (by default: of a stage) are one process of the trace. Its threads are computing, waiting,
+    synchronizing, and one for each kind of transfer."""
+    pids, tids, entries = dict[str, int](), dict[tuple[int, str], int](), list[dict[str, Any]]()
+
+    def add_name(key: str, pid: int, tid: int, name: str) -> None:
+        entries.append({"ph": "M", "pid": pid, "tid": tid, "name": key, "args": {"name": name}})
+
+    for e in events:
+        kind, micro_batch, process = e["kind"], e["micro_batch"], e.get("process", f"stage {e['stage']}")
+        if process not in pids:
+            pids[process] = len(pids)
+            add_name("process_name", pids[process], 0, process)
+        pid, thread = pids[process], _thread(kind)
+        if (pid, thread) not in tids:
+            tids[pid, thread] = len(tids)
+            add_name("thread_name", pid, tids[pid, thread], thread)
+        name = kind if micro_batch is None or math.isnan(micro_batch) else f"{kind} {micro_batch:.0f}"
+        times = {"ts": round(e["start_s"] * 1e6, 3), "dur": round((e["end_s"] - e["start_s"]) * 1e6, 3)}
+        span = {"ph": "X", "pid": pid, "tid": tids[pid, thread], "name": name, "cat": kind, **times}
+        entries.append({**span, "args": {"chunk": e["chunk"]}})
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
+
+
+def _thread(kind: str) -> str:
+    """Return the thread of a Chrome trace that shows events of this kind."""
+    if kind in COMPUTING:
+        return "compute"
+    return "wait" if kind.startswith("wait") else "synchronize" if kind.endswith("_sync") else kind
 
 
 def slowest_parts(extra_s: Mapping[str, float]) -> str:
