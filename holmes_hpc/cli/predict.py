@@ -182,12 +182,8 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
     """Translate Megatron-LM's arguments in `source` to (software settings, overrides), and print them on stderr.
     Values that the user set take precedence. Raise ConfigError if `overrides` name a model."""
     user_keys = [override.lstrip("+").partition("=")[0] for override in overrides]
-    if "model" in user_keys:
-        raise ConfigError(
-            "these arguments describe a model, and so does another option",
-            where="--megatron-args",
-            hint="leave out the other model",
-        )
+    problem = "these arguments describe a model, and so does another option"
+    ConfigError.refuse("--megatron-args", ("model" in user_keys, problem, "leave out the other model"))
     arguments = read_arguments(source, user_keys)
     console.note(*arguments.description())
     keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]
