@@ -188,9 +188,6 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
 
     Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
     jobs = sweep_table.collect(directory)
-    if json:
-        console.as_json(jobs)
-        return
     common = [o for o in jobs[0]["overrides"] if all(o in job["overrides"] for job in jobs)] if len(jobs) > 1 else []
     results = [_figures(job["final"]) for job in jobs]
     figures = sorted({name for result in results for name in result}, key=lambda name: (name != "value", name))
@@ -199,7 +196,7 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
         texts = (_short(result[name]) if name in result else "" for name in figures)
         rows.append([job["num"], " ".join(o for o in job["overrides"] if o not in common), job["state"], *texts])
     caption = f"all with {' '.join(common)}" if common else ""
-    console.table(directory, ["job", "overrides", "state", *figures], rows, caption)
+    console.output(json, jobs, (directory, ["job", "overrides", "state", *figures], rows, caption))
 
 
 def _figures(final: Any) -> dict[str, Any]:
