@@ -31,11 +31,9 @@ def read_record(path: str) -> dict[str, Any]:
     """Return the content of a file by `holmes site`; empty if it does not exist. Raise SiteError for any other file."""
     if not Path(path).exists():
         return {}
-    data = read_yaml(path, SiteError, "give another file with -o")
-    if not isinstance(data.get("found"), Mapping):
-        raise SiteError(
-            "`holmes site` did not write this file: it has no key `found`", where=path, hint="give another file with -o"
-        )
+    hint, problem = "give another file with -o", "`holmes site` did not write this file: it has no key `found`"
+    data = read_yaml(path, SiteError, hint)
+    SiteError.refuse(path, (not isinstance(data.get("found"), Mapping), problem, hint))
     return data
 
 

@@ -185,11 +185,9 @@ class Calibration(Checked, where="calibration"):
             return
         widths = ", ".join(str(h) for h in sorted({p.hidden for p in layers}))
         difference = f"hidden={widths}" if model.hidden not in {p.hidden for p in layers} else "other layer FLOPs"
-        raise ConfigError(
-            f"calibration has {difference}, unlike model {model.name} with hidden={model.hidden}",
-            where="calibration",
-            hint=f"calibrate this model: `holmes calibrate model={model.name}`",
-        )
+        problem = f"calibration has {difference}, unlike model {model.name} with hidden={model.hidden}"
+        hint = f"calibrate this model: `holmes calibrate model={model.name}`"
+        raise ConfigError(problem, where="calibration", hint=hint)
 
 
 @dataclass(frozen=True)
