@@ -88,8 +88,11 @@ def _find_by_name(name: str | os.PathLike[str], root: str | os.PathLike[str] | N
         if RunDirectory(path).exists():
             return RunDirectory(path)
     runs = run_directories(base)
-    records = {run: _read_run(run) for run in runs} if reference.isdecimal() else {}
-    creation_times = {r: str(d["created"] or "") for r, d in records.items() if d and int(reference) in job_ids(d)}
+    creation_times: dict[RunDirectory, str] = {}
+    for run in runs if reference.isdecimal() else ():
+        with contextlib.suppress(HolmesError):
+            if int(reference) in job_ids(record := run.read_run()):
+                creation_times[run] = str(record["created"] or "")
     if creation_times:
         return max(creation_times, key=creation_times.__getitem__)
     same_name = [run for run in runs if run.name == reference]
@@ -129,10 +132,3 @@ def job_ids(run: dict[str, Any]) -> set[int]:
     values = [section.get(key) for section in sections for key in ("job_id", "job_ids", "het_job_ids")]
     listed_ids = [job_id for value in values for job_id in (value if isinstance(value, list) else [value])]
     return {int(i) for i in listed_ids if isinstance(i, (int, str)) and str(i).isdecimal() and len(str(i)) < 20}
-
-
-def _read_run(run: RunDirectory) -> dict[str, Any] | None:
-    try:
-        return run.read_run()
-    except HolmesError:
-        return None
