@@ -183,17 +183,13 @@ class Plan:
             first += c.ranks
         object.__setattr__(self, "components", tuple(components))
         placed_stages = [
-            replace(stage, pool=pool.name, fabric=pool.fabric_name)
-            for stage, pool in zip(self.stages, (first_pools[i] for i in range(p.pp)), strict=True)
+            replace(s, pool=first_pools[i].name, fabric=first_pools[i].fabric_name) for i, s in enumerate(self.stages)
         ]
         object.__setattr__(self, "stages", tuple(placed_stages))
 
     def _check_fabrics(self) -> None:
-        one_fabric_kinds = (
-            ("tp", "intra_dp")
-            if self.strategy == "hierarchical-dp"
-            else ("tp", "intra_dp", "cp", "dp", "ep", "expt_dp")
-        )
+        is_hierarchical = self.strategy == "hierarchical-dp"
+        one_fabric_kinds = ("tp", "intra_dp", *(() if is_hierarchical else ("cp", "dp", "ep", "expt_dp")))
         fabric_of = {p.name: p.fabric_name for p in self.site.pools}
         for g in self.transports() if self.transport_mode != "single" else ():
             pools = {self.places[r].pool for r in g.ranks}
