@@ -40,12 +40,9 @@ class Space:
         for micro_size in micro_sizes(batch, options):
             for tp in tp_sizes(model, options, self.available) if batch.global_size % micro_size == 0 else ():
                 usable = [a for a in self.available if a.gpus_per_node % tp == 0]
-                if (
-                    model.experts.count
-                    and tp > 1
-                    and (batch.sequence_length % tp or options.sequence_parallel is False)
-                ):
-                    continue  # experts need sequence parallelism
+                lacks_sequence_parallel = batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)
+                if model.experts.count and lacks_sequence_parallel:
+                    continue
                 if batch.all_to_all and model.kv_heads % (tp * batch.cp):
                     continue
                 if usable and (len(usable) == len(self.available) or not any(a.is_fixed for a in self.available)):
