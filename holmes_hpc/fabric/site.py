@@ -141,11 +141,8 @@ class Pool(Checked, where="pool {0.name}", error=SiteError):
         hint = "give the rate of one node over all its RDMA NICs, in Gb/s"
         yield self.nic.rdma and self.rdma_gbps is None, "rdma_gbps is missing", hint
         count = len(self.node_names)
-        yield (
-            0 < count < self.nodes,
-            f"{count} node names for {self.nodes} nodes",
-            "give the names of all nodes, or none",
-        )
+        problem = f"{count} node names for {self.nodes} nodes"
+        yield 0 < count < self.nodes, problem, "give the names of all nodes, or none"
         problem = f"node_gpus is {self.node_gpus}, less than gpus_per_node, {self.gpus_per_node}"
         yield (self.node_gpus or math.inf) < self.gpus_per_node, problem, "correct one of them"
         has_hca = any(names.hca for names in (self._common_nics, *(self.node_nics or {}).values()))
