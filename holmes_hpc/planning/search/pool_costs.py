@@ -166,13 +166,8 @@ class PoolCosts:
 
         Between two pools, the slower end limits the rate.
         """
-        size = (
-            self.micro_size
-            * self.batch.sequence_length
-            * self.model.hidden
-            * max(self.cost_model.weight_bytes(a.pool.gpu) for a in self.available)
-            * 8e-9
-        )
+        element_bytes = max(self.cost_model.weight_bytes(a.pool.gpu) for a in self.available)
+        size = self.micro_size * self.batch.sequence_length * self.model.hidden * element_bytes * 8e-9
         if self.options.sequence_parallel is not False:
             size /= self.tp
         ranks = np.minimum(self.gpus_per_node, self.tp * dp)
