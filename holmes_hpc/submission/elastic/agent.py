@@ -128,7 +128,7 @@ class Agent:
         redirect_output(self._run.log_path(rank), self._run.log_path(rank))
 
     def next_coordinator(self, folder: Path, lost: Published) -> Published | None:
-        """Return the coordinator that takes the place of the `lost` one, perhaps a process of this agent.
+        """Return the coordinator that replaces the `lost` one. This agent may start it.
         None if all of MAX_TAKEOVERS have failed."""
         start, seen_at = self._start, -EXPIRY_S
         last_start = (newest_claim(folder, start) if self.member is not None else start) + MAX_TAKEOVERS
@@ -145,7 +145,7 @@ class Agent:
 
 
 def start_coordinator(run: RunDirectory, start: int) -> int:
-    """Start the coordinator that has claimed `start`. It logs where the batch script did. Return its process id."""
+    """Start a coordinator for the claimed `start`. It logs into batch.txt. Return its process id."""
     command = [sys.executable, *module_arguments("holmes_hpc.submission.elastic.coordinator"), str(run.path)]
     pid = os.fork()
     if not pid:

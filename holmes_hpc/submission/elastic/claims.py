@@ -19,7 +19,7 @@ def attempt_path(folder: Path, name: str) -> Path:
 
 
 def claim(folder: Path, start: int, lost: Iterable[str]) -> bool:
-    """Claim a start of the ranks. Return False if it is another coordinator's. `lost`: the nodes lost before."""
+    """Claim a start of the ranks. Return False if another coordinator has claimed it. `lost`: nodes lost before."""
     try:
         with attempt_path(folder, f"start-{start}").open("x") as file:
             file.write(" ".join(sorted(lost)))
@@ -29,13 +29,13 @@ def claim(folder: Path, start: int, lost: Iterable[str]) -> bool:
 
 
 def newest_claim(folder: Path, start: int = 0) -> int:
-    """Return the number of the last claimed start; `start` if there is none after it."""
+    """Return the number of the last claimed start, or `start` if no later start is claimed."""
     while attempt_path(folder, f"start-{start + 1}").exists():
         start += 1
     return start
 
 
 def lost_before(folder: Path, start: int) -> set[str]:
-    """Return the nodes that were lost before a start, as far as starts were claimed."""
+    """Return the nodes lost before `start`, as listed in the claims of the starts up to it."""
     paths = [attempt_path(folder, f"start-{number}") for number in range(1, start + 1)]
     return {node for path in paths if path.exists() for node in path.read_text().split()}

@@ -67,7 +67,7 @@ class Placement:
 
 def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> Placement:
     """Return the placement of `plan` on the first `nodes` of each component of the job; the others are spare.
-    `pools`: of these components."""
+    `pools`: the pools of these components."""
     first_ranks = accumulate((part.ranks for part in plan.components), initial=0)
     planned = {part.pool: (part, first) for part, first in zip(plan.components, first_ranks, strict=False)}
     components, spares = [], []

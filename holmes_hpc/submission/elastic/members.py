@@ -86,16 +86,16 @@ class MemberState(State):
         return True
 
     def sizes(self, staying: Collection[str]) -> Sizes:
-        """Return the number of nodes of each component that the next start needs a plan for: none of a new component
-        whose nodes are not all there, unless another coordinator had it before."""
+        """Return the number of nodes of each component in the next start's plan. A component without ranks counts 0
+        until all its nodes are there, except after a takeover."""
         counts = map(len, self.placement.usable_nodes(staying))
         in_use = [bool(part.nodes) or self.is_takeover for part in self.placement.components]
         rows = zip(counts, self.complete, in_use, strict=True)
         return tuple(min(count, full) if is_used or count >= full else 0 for count, full, is_used in rows)
 
     def missing_plans(self, now: float) -> list[Sizes]:
-        """Return the numbers of nodes without a plan that may be needed, the most urgent first: those of the present
-        nodes, with a component more or less, and with a node less."""
+        """Return the node counts that may be needed and are not in `plans`, the most urgent first: the present nodes,
+        then with one component added or removed, then with one node fewer."""
         current = self.sizes(self.staying(now))
         counts = [*enumerate(zip(current, self.complete, strict=True))]
         toggled = [(*current[:i], 0 if count else complete, *current[i + 1 :]) for i, (count, complete) in counts]

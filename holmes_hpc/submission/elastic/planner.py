@@ -30,7 +30,7 @@ class Planner:
         return Plan.read(self._path(sizes)) if self._path(sizes).exists() else None
 
     def poll(self, missing: Iterable[Sizes], plans: Plans) -> None:
-        """Add the plan that has been made to `plans`, None if there is none. Begin the next of those that are missing.
+        """Add the finished plan to `plans` (None if there is no plan). Then begin the next missing plan.
         `missing`: numbers of nodes, the most urgent first."""
         if self._pid:
             if not os.waitpid(self._pid, os.WNOHANG)[0]:
