@@ -64,7 +64,7 @@ def other_pools(stages: Stages, single_stages: Iterable[Stage]) -> Iterator[Stag
 
 
 def lists_on(pool: int, available: AvailablePool, tps: Sequence[int]) -> list[Stages]:
-    """Return every list of stages on one pool, including the empty one. `tps`: those that a stage may have."""
+    """Return every list of stages on one pool, including the empty one. `tps`: the TPs that a stage may have."""
     by_nodes: list[list[Stages]] = [[()]]  # by the number of nodes
     for nodes in range(1, available.nodes + 1):
         by_nodes.append(
