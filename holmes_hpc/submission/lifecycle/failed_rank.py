@@ -75,6 +75,11 @@ def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> l
     return errors
 
 
+def failed_nodes(text: str) -> list[str]:
+    """Return the nodes whose failure srun reports in `text`, in its order."""
+    return [match[4] for match in _SRUN_ERROR.finditer(text) if match[4]]
+
+
 def _global_ranks(first_node: str, tasks: list[int], components: Sequence[ComponentRanks]) -> list[int]:
     """Return the global ranks of srun's task numbers on nodes. Numbers that do not fit the position of the first node
     in its component are global already."""

@@ -9,8 +9,16 @@ from holmes_hpc.errors import HolmesError
 from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import disable_requeue, has_script_failed, requeue
+from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.lifecycle.attempts import attempt_id, count_failures, has_new_steps, record_attempt_end
+from holmes_hpc.submission.lifecycle.attempts import (
+    attempt_id,
+    count_failures,
+    end_messages,
+    has_new_steps,
+    record_attempt_end,
+)
+from holmes_hpc.submission.lifecycle.failed_rank import failed_nodes
 from holmes_hpc.submission.lifecycle.outcome import build_result
 
 
@@ -31,19 +39,23 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
     """Return the exit code for the batch script of a requeued job: 0 if it may continue, else 1. `restarts`: number of
     restarts so far.
 
-    Slurm itself requeues a job whose node failed. If the batch script ran on that node, nobody recorded the end of the
-    last attempt. This function then records it, as a failure."""
+    Slurm itself requeues a job that it preempted or whose node failed. If nobody recorded the end of the last attempt
+    in time, this function records it: as preempted if Slurm's messages say so, otherwise as failed."""
     attempts, result = run.read_run()["attempts"], run.read_result()
     has_recorded_end = result is not None and (result["writer"] == "batch" or result["state"] == "preempted")
     if not attempts or "start" in attempts[-1] or has_recorded_end:
         return 0
-    last_attempt = f"{job_id}/{restarts - 1}"
-    stop_reason = reason_to_stop(run, "failed", last_attempt)
+    last_attempt, messages = f"{job_id}/{restarts - 1}", end_messages(run)
+    cancellation = read_cancellation(messages)
+    is_preempted = cancellation is not None and cancellation.state == "PREEMPTED"
+    state = "preempted" if is_preempted else "failed"
+    stop_reason = reason_to_stop(run, state, last_attempt, slurm_requeues=is_preempted)
     if stop_reason is None:
-        record_attempt_end(run, last_attempt, "failed")
+        record_attempt_end(run, last_attempt, state)
         return 0
-    error = "the batch script exited without a record, as when its node fails"
-    cause = {"state": "failed", "error": error, "failed_rank": None, "failed_node": None}
+    nodes, error = failed_nodes(messages), "the batch script exited without a record, as when its node fails"
+    error = f"node {nodes[0]} failed" if nodes else error
+    cause = {"state": "failed", "error": error, "failed_rank": None, "failed_node": nodes[0] if nodes else None}
     run.write_result({**build_result(run, 1), **cause})
     log_batch_line(f"failed: {error}")
     log_batch_line(f"not restarted: {stop_reason}")

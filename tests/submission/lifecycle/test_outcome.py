@@ -13,7 +13,7 @@ from submitit.core.utils import UncompletedJobError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
-from holmes_hpc.submission.lifecycle import batch_end, outcome
+from holmes_hpc.submission.lifecycle import batch_end, outcome, requeue_decision
 from holmes_hpc.submission.lifecycle.attempts import has_new_steps, record_attempt_end
 from holmes_hpc.submission.lifecycle.batch_end import end_attempt
 from holmes_hpc.submission.lifecycle.failed_rank import find_failed_rank, parse_srun_errors
@@ -397,3 +397,24 @@ def test_full_disk_that_left_no_exit_record_is_the_cause(
     assert "resume" not in capsys.readouterr().err  # there is no checkpoint
     run.write_exit(1, "failed", "Out of memory")
     assert build_result(run, 1)["error"] == "Out of memory"
+
+
+@pytest.mark.parametrize(
+    ("reason", "code", "node"), [("PREEMPTION", 0, None), ("NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS", 1, "ib2")]
+)
+def test_only_a_preempted_job_goes_on_if_nobody_recorded_its_end(
+    tmp_path: Path, monkeypatch, reason: str, code: int, node: str | None
+) -> None:
+    monkeypatch.setattr(requeue_decision, "disable_requeue", lambda job_id: None)
+    run = RunDirectory.create(tmp_path / "run", config={"train": {"max_restarts": 0}}, slurm={"job_id": 5})
+    run.start_attempt({"job_id": 5})
+    (run.logs / "batch.txt").write_text("holmes: start of job 5, restart 0\nholmes: start of job 5, restart 1\n")
+    failure = f"srun: error: Node failure on {node}\n" if node else ""
+    message = f"slurmstepd-ib1: error: *** STEP 5.0 ON ib1 CANCELLED AT 2026-01-01T00:00:00 DUE TO {reason} ***\n"
+    (run.logs / "srun.txt").write_text(failure + message)
+    assert requeue_decision.check_requeued_job(run, "5", 1) == code
+    if node:
+        result = run.read_result()
+        assert (result["error"], result["failed_node"]) == (f"node {node} failed", node)
+    else:
+        assert run.read_run()["attempts"][-1]["ended"] == "preempted" and run.read_result() is None
