@@ -111,8 +111,11 @@ def _common_state(states: Sequence[SlurmState]) -> SlurmState:
 
 
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
-    """Return the state of one job from the rows of its components. `source`: the command that reported them."""
-    ordered = sorted(rows, key=lambda r: r.offset)
+    """Return the state of one job from the rows of its components. `source`: the command that reported them.
+
+    If a job goes on after it lost a node, sacct also has a row in state RESIZING for the time before. It is skipped."""
+    latest = {row.offset: row for row in sorted(rows, key=lambda r: r.state != "RESIZING")}
+    ordered = [latest[offset] for offset in sorted(latest)]
     states = [r.state for r in ordered]
     state = _common_state(states)
     active = state in ACTIVE

@@ -31,6 +31,14 @@ def test_components_are_joined(states: list[str], joined: str) -> None:
     assert found.state == joined and len(found.components) == len(states)
 
 
+def test_a_job_that_went_on_without_a_node_has_its_latest_state() -> None:
+    states = {"12+0": "RESIZING", "12+1": "CANCELLED by 0"}
+    text = "".join(sacct_line(*item) for item in states.items())
+    assert join(parse_sacct(text)).state == "RESIZING"
+    assert join(parse_sacct(text + sacct_line("12+0", "RUNNING"))).components == ("RUNNING", "CANCELLED")
+    assert join(parse_sacct(text + sacct_line("12+0", "CANCELLED by 0"))).ended
+
+
 @pytest.mark.parametrize("state", ["REQUEUED", "EXPEDITING", "REQUEUE_HOLD"])
 def test_a_job_that_slurm_starts_again_waits_and_has_not_ended(state: str) -> None:
     found = join(parse_squeue(squeue_line("12", state)))
