@@ -67,8 +67,8 @@ def unknown_key(unknown: str) -> ConfigError:
 def meant_keys(unknown: str) -> list[str]:
     """Return the keys that the user may have meant by an unknown key. The first of these rules with a match applies:
     the key that other programs call by this name; keys with the same name in any group; keys that `unknown` may
-    misspell; keys with similar names. If `unknown` includes a group, misspelled keys come before keys with the same
-    name."""
+    misspell; keys with similar names; the key whose name in other programs `unknown` may misspell. If `unknown`
+    includes a group, misspelled keys come before keys with the same name."""
     if (key := key_elsewhere(unknown)) is not None:
         return [key]
     group, _, name = unknown.rpartition(".")
@@ -80,4 +80,5 @@ def meant_keys(unknown: str) -> list[str]:
         return matches
     candidates = [key for key in all_keys if group not in GROUPS or key.startswith(f"{group}.")]
     similar = difflib.get_close_matches(name, {names[key] for key in candidates}, 3, 0.8)
-    return [key for key in candidates if names[key] in similar]
+    key = None if similar else key_elsewhere(unknown, mistyped=True)
+    return [key] if key else [key for key in candidates if names[key] in similar]

@@ -2,16 +2,19 @@
 
 import re
 
+from holmes_hpc.errors import is_typo
 from holmes_hpc.tables import read_table
 
 _TABLE: dict[str, dict[str, str]] = read_table(__file__)
 _KEYS = {name: key for key, names in _TABLE["synonyms"].items() for name in names.split()}
 
 
-def key_elsewhere(name: str) -> str | None:
-    """Return the configuration key that other programs call `name`; None if there is none.
-    A group in `name` is ignored."""
-    return _KEYS.get(_plain(name).rpartition(".")[2])
+def key_elsewhere(name: str, mistyped: bool = False) -> str | None:
+    """Return the configuration key that other programs call `name`; None if there is none. `mistyped`: also accept one
+    wrong letter. A group in `name` is ignored."""
+    plain = _plain(name).rpartition(".")[2]
+    others = (key for other, key in _KEYS.items() if mistyped and is_typo(plain, other))
+    return _KEYS.get(plain) or next(others, None)
 
 
 def unsupported_hint(name: str) -> str | None:

@@ -78,6 +78,14 @@ def test_synonyms_are_of_keys_and_are_no_keys() -> None:
     assert not {key.rpartition(".")[2] for key in ALL_KEYS} & set(_KEYS)
 
 
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [("train.max_step", "train.steps"), ("model.num_layer", "model.layers"), ("micro_batchsize", "batch.micro_size")],
+)
+def test_a_mistyped_name_of_another_program_gets_its_key(word: str, key: str) -> None:
+    assert unknown_key(word).hint == f"did you mean {key!r}?"
+
+
 @pytest.mark.parametrize("word", ["foo", "train.zzz", "dosomething"])
 def test_a_word_like_no_key_gets_no_lookalike(word: str) -> None:
     assert unknown_key(word).hint == "docs/configuration.md lists all keys"
