@@ -222,14 +222,16 @@ def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:
 
 
 def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return two ranks for each network of the plan: fabric name or ``ethernet`` -> ranks on different nodes whose
-    group uses that network."""
+    """Return two ranks for each network of the plan: fabric name or ``ethernet`` -> ranks on different nodes that
+    reach each other over it."""
     pairs: dict[str, tuple[int, int]] = {}
     for group in plan.transports():
         if group.kind in ("edge", "dp", "intra_dp", "inter_dp") and group.transport.kind != "local":
-            kind = group.transport.fabric if group.transport.kind == "rdma" else "ethernet"
-            receiver = next(r for r in group.ranks if plan.places[r] != plan.places[group.ranks[0]])
-            pairs.setdefault(str(kind), (group.ranks[0], receiver))
+            kind, sender = group.transport.fabric if group.transport.kind == "rdma" else "ethernet", group.ranks[0]
+            # Within a group over Ethernet, ranks of one fabric have a faster network.
+            receivers = [r for r in group.ranks if plan.transport_of((sender, r)) == group.transport]
+            if receivers:
+                pairs.setdefault(str(kind), (sender, receivers[0]))
     return pairs
 
 

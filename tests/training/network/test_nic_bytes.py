@@ -5,9 +5,15 @@ from __future__ import annotations
 import json
 
 import spawn
+from sites import two_clusters
 
+from holmes_hpc.config.model import Batch
+from holmes_hpc.config.models import named
+from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.nics import Nic, NodeNics, RdmaPort
 from holmes_hpc.fabric.site import NicType
+from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.training.network.nic_bytes import NicLog, Traffic, header_factors, sample_pairs
 from holmes_hpc.training.rank.launch import Launch
 
@@ -15,6 +21,13 @@ from holmes_hpc.training.rank.launch import Launch
 def test_every_nic_kind_has_a_sample_between_two_nodes() -> None:
     assert sample_pairs(spawn.plan(pp=3, dp=2)) == {"ib-0": (0, 1), "roce-1": (2, 3), "ethernet": (4, 5)}
     assert sample_pairs(spawn.plan()) == {}
+
+
+def test_the_sample_of_a_data_parallel_group_across_fabrics_is_between_fabrics() -> None:
+    options = PlanOptions(strategy="hierarchical-dp", tp=1, pp=1)
+    plan = best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(2), options, Costs())
+    pools = {network: [plan.places[rank].pool for rank in ranks] for network, ranks in sample_pairs(plan).items()}
+    assert pools == {"ib-a": ["ib-a"] * 2, "roce-a": ["roce-a"] * 2, "ethernet": ["ib-a", "roce-a"]}
 
 
 class SharedTraffic:
