@@ -163,6 +163,8 @@ class TrainConfig(Checked, where="train", dotted=True):
             is_outside = not self.profile.start <= self.profile.stop <= self.steps
             hint = f"use a step from start up to steps, which is {self.steps}"
             yield is_outside, f"train.profile.stop is {self.profile.stop}", hint
+        is_unread = isinstance(self.openmetrics, str) and not self.openmetrics.endswith(".prom")
+        yield is_unread, f"train.openmetrics is {self.openmetrics}", "use a name that ends with .prom, or a port"
         hint = f"use a whole number from 0 up to {end_key}, which is {end_step}"
         yield self.warmup_steps > end_step, f"train.warmup_steps is {self.warmup_steps}", hint
         problem = f"train.wsd_decay_steps is set, but train.lr_schedule is {self.lr_schedule}"

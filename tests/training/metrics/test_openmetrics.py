@@ -135,10 +135,10 @@ def test_a_file_that_cannot_be_written_is_one_warning(run: RunDirectory, capsys,
     assert samples((run.path / "missing" / "m.prom").read_text())["step{}"] == 3
 
 
-@pytest.mark.parametrize("port", [0, 65536])
-def test_ports_have_a_range(port: int) -> None:
-    with pytest.raises(ConfigError, match=f"train.openmetrics is {port}"):
-        TrainConfig(openmetrics=port)
+@pytest.mark.parametrize("target", [0, 65536, "/tmp/metrics.txt"])
+def test_a_port_out_of_range_or_a_file_that_nobody_reads_is_refused(target: int | str) -> None:
+    with pytest.raises(ConfigError, match=f"train.openmetrics is {target}"):
+        TrainConfig(openmetrics=target)
 
 
 def test_figures_that_nvml_lacks_are_left_out(monkeypatch) -> None:
