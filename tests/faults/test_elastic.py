@@ -70,6 +70,10 @@ def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
         if kind == "killed":
             beds.kill_node(node)
             repair.callback(beds.up)
+        elif kind == "down":
+            update = ["scontrol", "update", f"NodeName={node}", "Reason=test"]
+            subprocess.run([*update, "State=DOWN"], check=True)
+            repair.callback(subprocess.run, [*update, "State=RESUME"], check=False)  # fails if it is up again
         elif kind == "rank killed":
             os.kill(agent_and_rank(run, node)[1], signal.SIGKILL)
         else:
@@ -84,7 +88,7 @@ def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
     return seconds, state
 
 
-@pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
+@pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2"), ("down", "ib2")])
 def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptions.Figures) -> None:
     run = interruptions.submit(
         root / f"{kind}-{time.time():.0f}", "elastic.enabled=true", "train.checkpoint_async=false"
@@ -92,8 +96,8 @@ def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptio
     seconds, state = lose(run, kind, node)
     attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
     assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
-    reason = "its agent ended" if kind == "killed" else "silent for 3."
-    assert f"lost node {node} ({reason}" in log
+    reason = "silent for 3." if kind == "silent" else "its agent ended"
+    assert f"lost node {node} ({reason}" in log and run_status(run).state == "completed"
     assert interruptions.figures(run) == whole
     assert seconds < LIMIT_S
 
