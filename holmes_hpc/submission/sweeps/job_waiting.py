@@ -1,6 +1,6 @@
-"""The results of a sweep's jobs for Hydra (a JobReturn of each), progress while the jobs run, and handling of Ctrl-C.
+"""Waiting for a sweep's jobs: their results as Hydra's JobReturn, their progress, and the handling of Ctrl-C.
 
-Progress is a live table on a terminal, else a log line whenever a state changes.
+On a terminal, progress is a live table. Otherwise, a line is logged at each change of state and every LOG_INTERVAL_S.
 """
 
 import contextlib
@@ -30,16 +30,16 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 from holmes_hpc.submission.sweeps.sweep_table import SweepRow, live_display, live_table, row_of, table_cells
 
 log = logging.getLogger(__name__)
-PAUSE_S = 0.5  # between two checks of the awaited job
+PAUSE_S = 0.5  # seconds between two checks of the job that is waited for
 POLL_S = 2.0  # between queries of all jobs
-LOG_INTERVAL_S = 8.0  # the longest pause between log lines, to which up to POLL_S adds
+LOG_INTERVAL_S = 8.0  # log at least this often, or up to POLL_S later
 SETTLE_S = 20  # time after a job's end in Slurm until its records are visible on this machine
 
 
 @dataclass
 class LaunchedJob:
     """A job of this launch. `entry`: its entry in the manifest; `is_cached`: whether it completed in an earlier launch.
-    Other jobs have a `submitit_job`, which returns their result, or else a `handle`, which returns their state."""
+    Any other job has either a `submitit_job`, which returns its result, or a `handle`, which queries its state."""
 
     entry: SweepJob
     config: DictConfig
@@ -55,7 +55,7 @@ class LaunchedJob:
 
 
 def reattach(manifest: Manifest, entry: SweepJob) -> tuple[Any, Any]:
-    """Return (submitit_job, handle) of a LaunchedJob for an active job of an earlier launch. One of them is None."""
+    """Return (`submitit_job`, `handle`) of a :class:`LaunchedJob` for an active earlier job. One of them is None."""
     if entry.kind == "plan":
         return None, job_of(RunDirectory(manifest.resolve(entry.directory)))
     if entry.where == "local":  # submitit's local job knows only its own child processes
@@ -79,7 +79,7 @@ def wait(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> J
 
 
 def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], None]) -> JobReturn:
-    """Wait until the job of a plan ends, and return its result, whose value is the last loss."""
+    """Wait until the job of a plan ends. Return its result: the last loss, or an error if the run did not complete."""
     run = RunDirectory(manifest.resolve(job.entry.directory))
     ended, state = None, JobState("COMPLETED")
     while job.handle is not None:
@@ -110,7 +110,7 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
 
 
 class Progress(contextlib.AbstractContextManager["Progress"]):
-    """The display of the progress of the jobs in `launched`, a list that may grow, until the end of the block."""
+    """A context manager that displays the progress of the jobs in `launched`, a list that may grow meanwhile."""
 
     def __init__(self, manifest: Manifest, launched: list[LaunchedJob]) -> None:
         self.manifest, self.launched = manifest, launched
@@ -128,7 +128,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         return [row_of(self.manifest, job, state) for job, state in job_states(self.manifest, jobs, mode).items()]
 
     def show(self) -> None:
-        """Query and show the states of the jobs, unless the last time was less than POLL_S ago."""
+        """Query and show the states of the jobs. Do nothing if the last query was less than POLL_S ago."""
         now = time.monotonic()
         if now - self._polled_at < POLL_S:
             return
@@ -188,8 +188,7 @@ def handle_interrupt(manifest: Manifest, jobs: list[SweepJob], unsubmitted: int)
 
 
 def write_hydra_files(config: DictConfig, directory: Path) -> None:
-    """Write .hydra/ for a job with a plan. For jobs without one, Hydra writes it in the task.
-    `directory`: the job's run directory."""
+    """Write ``.hydra/`` of a job with a plan into its run directory. For a plain job, Hydra writes it in the task."""
     if config.hydra.output_subdir is None:
         return
     target = directory / str(config.hydra.output_subdir)

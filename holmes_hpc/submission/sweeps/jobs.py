@@ -23,8 +23,8 @@ from holmes_hpc.submission.sweeps.manifest import Manifest, SweepJob
 
 
 def job_states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force") -> dict[SweepJob, JobState]:
-    """Return the state of each of `jobs`: from records if it completed, else from Slurm or this machine's processes.
-    `mode`: as of submitit's watchers (``force``, ``standard``, ``cache``)."""
+    """Return the state of each of `jobs`. It is COMPLETED if records say so; otherwise query Slurm or this machine.
+    `mode`: mode of the queries, as in submitit's watchers (``force``, ``standard``, ``cache``)."""
     incomplete = {job: job_handle(manifest, job) for job in jobs if not is_completed(manifest, job)}
     states: dict[SweepJob, JobState] = {}
     for job in jobs:
@@ -32,12 +32,12 @@ def job_states(manifest: Manifest, jobs: Sequence[SweepJob], mode: str = "force"
             states[job] = JobState("COMPLETED", source="record")
             continue
         states[job] = incomplete[job].state(mode)
-        mode = "cache" if job.where == "slurm" else mode  # the first query was for all jobs
+        mode = "cache" if job.where == "slurm" else mode  # the first query covered all Slurm jobs
     return states
 
 
 def job_handle(manifest: Manifest, job: SweepJob) -> Job:
-    """Return the job as an object that queries its state and cancels it. A local job must be queried on its machine."""
+    """Return an object that queries and cancels the job. The object for a local job works only on the job's machine."""
     if job.where == "slurm":
         return SlurmJob(manifest.resolve(job.folder), job.job_id)
     run = RunDirectory(manifest.resolve(job.directory))
@@ -53,8 +53,8 @@ def outcome_path(folder: Path, job_id: str) -> Path:
 
 
 def write_outcome(job_return: Any) -> None:
-    """Record the outcome of a plain job, in its task of rank 0: `state` (completed or failed), `value` if JSON can
-    represent it, `error`. `job_return`: of Hydra."""
+    """Record the outcome of a plain job: `state` (completed or failed), `error`, and `value` if JSON can represent it.
+    Only the task of rank 0 records it. `job_return`: Hydra's JobReturn."""
     environment = submitit.JobEnvironment()
     if environment.global_rank:
         return
@@ -70,7 +70,7 @@ def write_outcome(job_return: Any) -> None:
 
 
 def read_outcome(manifest: Manifest, job: SweepJob) -> dict[str, Any]:
-    """Return what :func:`write_outcome` recorded; empty while the job runs, or if it was killed."""
+    """Return the outcome that :func:`write_outcome` recorded; empty if the job still runs or was killed."""
     return read_object(outcome_path(manifest.resolve(job.folder), job.job_id)) or {}
 
 
@@ -83,8 +83,8 @@ def is_completed(manifest: Manifest, job: SweepJob) -> bool:
 
 
 def untrusted_reason(manifest: Manifest, job: SweepJob) -> str | None:
-    """Return a text if other users may write the result of a plain job, so that unpickling it could run their code;
-    else None."""
+    """Return why the result of a plain job is not read; None if it can be read.
+    If other users may write the file, unpickling it could run their code."""
     writers = other_writers(result_pickle(manifest, job)) if job.kind == "plain" else None
     return None if writers is None else f"its result is not read: {writers}"
 
@@ -114,7 +114,7 @@ class _MissingClass:
 
 def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
     """Return (state, the function's value or the error message) of a plain job; (None, None) without a result.
-    The state is "completed", "failed", or "unread" for a result that other users may write."""
+    The state is "completed", "failed", or "unread" if other users may write the result."""
     outcome = read_outcome(manifest, job)
     if "value" in outcome or "error" in outcome:
         return outcome["state"], outcome.get("value", outcome.get("error"))
@@ -137,8 +137,8 @@ def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
 
 
 def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
-    """Cancel those of `jobs` that have not completed, the last one first, so that no cancelled job starts another one
-    that waits for it."""
+    """Cancel the jobs that have not completed. Begin with the last one, because the end of an earlier job could start a
+    later job that depends on it."""
     for job in reversed(jobs):
         if is_completed(manifest, job):
             continue

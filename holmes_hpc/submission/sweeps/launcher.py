@@ -1,8 +1,8 @@
-"""Hydra launchers for sweeps. A job of a sweep has a plan with its own components, or is plain.
+"""Hydra launchers for sweeps, which extend hydra-submitit-launcher. A job of a sweep has a plan or is plain.
 
-They extend hydra-submitit-launcher. The task function of the training application has an attribute ``plan_job``:
-``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns the plan of a job. A plain job, which has none, runs
-the task function itself, with the launcher's `components`.
+A task function may have an attribute ``plan_job``: ``plan_job(cfg, "slurm" | "local") -> PlannedJob | None`` returns
+the plan of a job, which also determines the job's components. A job without a plan is plain: it runs the task function
+itself, with the launcher's `components`.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def _removed_if_refused(sweep_dir: Path) -> Iterator[None]:
-    """Remove the sweep directory if the block raises and the directory has only multirun.yaml and the lock (no job)."""
+    """If the block raises, remove the sweep directory unless it has more than multirun.yaml and the lock file."""
     try:
         yield
     except BaseException:
@@ -67,18 +67,18 @@ def _removed_if_refused(sweep_dir: Path) -> Iterator[None]:
 
 class HolmesLauncher(BaseSubmititLauncher):
     """The common part of both launchers. `WHERE`: slurm or local; `_EXECUTOR`: submitit's name of the executor;
-    `_shield`: context manager around the submission of plain jobs."""
+    `_shield`: returns a context manager that surrounds the submission of a plain job."""
 
     WHERE = "abstract"
     _shield: Callable[[], contextlib.AbstractContextManager[None]] = staticmethod(contextlib.nullcontext)
 
     def __init__(self, **params: Any) -> None:
         super().__init__(**params)
-        self._copies = Counter[tuple[str, ...]]()  # jobs of this process by key: a sweeper may repeat a point
-        self._throttle: Throttle | None = None  # of one launch, if its jobs exceed the limit
+        self._copies = Counter[tuple[str, ...]]()  # number of this process's jobs by key: a sweeper may repeat a point
+        self._throttle: Throttle | None = None  # set during a launch with more jobs than may run at a time
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
-        careful_umask()  # before Hydra creates the sweep directory; the jobs, whose files are read here, inherit it
+        careful_umask()  # before Hydra creates the sweep directory; inherited by jobs, whose files are read here
         super().setup(hydra_context=hydra_context, task_function=task_function, config=config)
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
@@ -102,7 +102,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             log.warning(f"slurm.exclusive=false: jobs may share nodes; {effect}")
         launched: list[LaunchedJob] = []
         try:
-            # concurrent launches would submit the same jobs
+            # Without the lock, concurrent launches could submit the same jobs.
             with locked(sweep_dir / ".sweep.lock", wait_s=5), _removed_if_refused(sweep_dir):
                 manifest = open_manifest(sweep_dir, time.time())
                 with Progress(manifest, launched) as progress:
@@ -128,8 +128,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         return job_return
 
     def _create_directory(self, sweep_dir: Path) -> None:
-        """Create the sweep directory. Raise SubmissionError if that fails, RecordError if other users may write into
-        it, because code is run from its pickles."""
+        """Create the sweep directory. Raise SubmissionError if that fails. Raise RecordError if other users may write
+        into the directory, because they could replace its pickles by pickles that run their code."""
         hint = "set hydra.sweep.dir to a directory of your own"
         with SubmissionError.instead_of(OSError, where=sweep_dir, hint=hint):
             sweep_dir.mkdir(parents=True, exist_ok=True)
@@ -138,8 +138,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         refuse_other_writers(sweep_dir / NAME)
 
     def _launch_all(self, candidates: Sequence[Candidate], reuse: bool | str, progress: Progress) -> None:
-        """Submit the candidates, except those for which an earlier job is reused, and add all jobs to those of
-        `progress`. Raise SubmissionError or ConfigError if earlier jobs in this directory forbid it."""
+        """Submit each candidate, or reuse an earlier job for it, and add the job to `progress.launched`.
+        Raise SubmissionError or ConfigError if earlier jobs in this directory forbid the launch."""
         manifest = progress.manifest
         for job in manifest.jobs:
             if (reason := untrusted_reason(manifest, job)) is not None:
@@ -173,8 +173,8 @@ class HolmesLauncher(BaseSubmititLauncher):
     # -- one job ----------------------------------------------------------------------------------------------------
 
     def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Candidate]:
-        """Compose and plan all jobs, before the first one is submitted. `first`: number of the first job.
-        Raise ConfigError with the error of the first impossible job."""
+        """Compose and plan all jobs before the first one is submitted. `first`: the number of the first job.
+        If some jobs cannot be planned, raise ConfigError with the error of the first of these jobs."""
         hook: Callable[[DictConfig, str], PlannedJob | None] | None = getattr(self.task_function, "plan_job", None)
         candidates, errors = [], []
         for num, overrides in enumerate(job_overrides, first):
@@ -199,9 +199,9 @@ class HolmesLauncher(BaseSubmititLauncher):
     def _refuse_other_runs(
         self, manifest: Manifest, earlier: EarlierJobs, candidates: Sequence[Candidate], *, can_resume: bool
     ) -> None:
-        """Raise ConfigError if a job's directory has a run that the job may not continue.
-        `earlier`: of :func:`find_earlier_jobs`; `can_resume`: whether a job may continue a run of its own configuration
-        and program from the last checkpoint."""
+        """Raise ConfigError if a job's directory has a run that the job may not continue. `earlier`: the result of
+        :func:`find_earlier_jobs`; `can_resume`: whether a job may continue the unfinished run of an earlier job with
+        the same configuration, from its last checkpoint."""
         for job in candidates:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
             is_same_directory = old is not None and manifest.resolve(old.directory) == job.directory
@@ -215,7 +215,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 raise ConfigError(f"it holds a run {reason}", where=str(run.path), hint="use another hydra.sweep.dir")
 
     def _launch_one(self, old: EarlierJob | None, job: Candidate, progress: Progress) -> None:
-        """Reuse the earlier job `old`; if `old` is None, submit `job`. Add the job to those of `progress`."""
+        """Reuse the earlier job `old`, or submit `job` if `old` is None. Add the job to `progress.launched`."""
         manifest, launched = progress.manifest, progress.launched
         if old is not None:
             handles: tuple[Any, Any] = (None, None) if old.is_completed else job_waiting.reattach(manifest, old.job)
@@ -228,7 +228,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             launched.append(new)
             try:
                 manifest.put(new.entry, PROCESS_START)
-            except RunFailed:  # without an entry nobody would know the job
+            except RunFailed:  # without an entry, nobody would know of the job
                 cancel_sweep(manifest, [new.entry])
                 raise
 
@@ -241,7 +241,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         return config
 
     def _submit_plain(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
-        """Submit a job without a plan: submitit pickles this launcher, which calls the task function."""
+        """Submit a plain job. submitit pickles this launcher; in the job, :meth:`__call__` runs the task function."""
         executor = create_executor(job.config, self._EXECUTOR)
         refuse_other_writers(executor.folder)
         executor._executor.throttle, settings = self._throttle, job.config.hydra.launcher
@@ -255,7 +255,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         return LaunchedJob(entry, job.config, submitit_job=submitit_job)
 
     def _submit_planned(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
-        """Submit a job with a plan as a run, whose directory is the job's. An earlier run in it continues."""
+        """Submit a job with a plan as a run in the job's directory. If the directory has a run, continue that run."""
         assert job.planned is not None
         plan, run = job.planned.plan, RunDirectory(job.directory)
         config = {**job.planned.config, "run_dir": str(run.path), "plan_file": str(run.plan_path)}

@@ -1,4 +1,4 @@
-"""The settings of the Hydra launchers holmes_slurm and holmes_local, and their use for jobs with a plan."""
+"""The settings of the Hydra launchers holmes_slurm and holmes_local, for plain jobs and for jobs with a plan."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,11 +11,11 @@ from holmes_hpc.errors import ConfigError
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission.executor.task import LocalTaskExecutor
 
-# Keys of the launcher that it uses itself; it passes all others on to the executor.
+# Keys that the launcher uses itself. It passes all other keys on to the executor.
 LAUNCHER_KEYS = ("detach", "reuse", "submitit_folder", "max_num_timeout", "array_parallelism")
 SIGNAL_DELAY_S = SlurmQueueConf.signal_delay_s
 ENVIRONMENT = ("container", "setup")  # launcher keys on which the result of a plain job may depend
-# Keys that jobs with a plan may have; their other settings come from the plan.
+# Keys that jobs with a plan may have. The other settings of such jobs come from the plan.
 PLAN_JOB_KEYS = ("timeout_min", "account", "qos", "gres", "cpus_per_task", "setup", "container")
 
 
@@ -49,8 +49,8 @@ class LocalLauncherConf(LocalQueueConf):
 
 
 def create_executor(config: DictConfig, prefix: str) -> Any:
-    """Return submitit's executor for a plain job, with the parameters of the launcher in the job's configuration.
-    `prefix`: the executor's name, slurmhet or local, with which its own parameters start."""
+    """Return submitit's executor for a plain job, with the launcher's parameters from the job's configuration.
+    `prefix`: the executor's name, slurmhet or local, which is also the prefix of its own parameters."""
     import submitit
 
     params: Any = OmegaConf.to_container(config.hydra.launcher, resolve=True)

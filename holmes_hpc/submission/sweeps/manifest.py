@@ -24,12 +24,12 @@ NAME = "sweep.json"
 
 @dataclass(frozen=True)
 class SweepJob:
-    """One job of a sweep, as in the manifest.
+    """A job of a sweep, as recorded in the manifest.
 
-    `directory`: Hydra's output directory, for a plan's job its run directory; `folder`: submitit's; `submitted`: Unix
-    seconds; `digest`: of its configuration, see Candidate.digest; `copy`: the number of earlier jobs of its launch with
-    the same overrides; `host`: the machine from which it was submitted; `program`: the digest of its program (a key of
-    the manifest's programs), empty if unknown."""
+    `directory`: Hydra's output directory, which is the run directory if the job has a plan; `folder`: submitit's
+    folder; `submitted`: time in Unix seconds; `digest`: hash of the configuration (:attr:`Candidate.digest`); `copy`:
+    number of earlier jobs with the same overrides in the same launch; `host`: machine from which the job was submitted;
+    `program`: digest of the job's program, a key of `programs` in the manifest; empty if unknown."""
 
     num: int
     overrides: tuple[str, ...]
@@ -54,14 +54,14 @@ class SweepJob:
 
 
 def job_key(overrides: Sequence[str], copy: int = 0) -> tuple[str, ...]:
-    """Return the key of a job: its overrides in order of the alphabet, and its `copy` (see :class:`SweepJob`)."""
+    """Return the key of a job: its sorted overrides, then its `copy` if that is not 0 (see :class:`SweepJob`)."""
     return (*sorted(overrides), *([f"copy {copy}"] if copy else []))
 
 
 @dataclass
 class Manifest:
-    """The manifest at `path`. `jobs`: in order of submission, a resubmitted job in place of its earlier entry;
-    `created`: Unix seconds; `programs`: {digest: the program's files and packages}."""
+    """The manifest at `path`. `jobs`: in order of submission; a resubmitted job replaces its earlier entry; `created`:
+    time in Unix seconds; `programs`: {digest: the program's files and packages}."""
 
     path: Path
     jobs: list[SweepJob] = field(default_factory=list)
@@ -69,8 +69,8 @@ class Manifest:
     programs: dict[str, Any] = field(default_factory=dict)
 
     def put(self, job: SweepJob, launched: float = 0.0) -> None:
-        """Add `job` or replace its earlier entry, and write the file. Entries of jobs that were submitted into the same
-        directory before the time `launched` are removed."""
+        """Add `job`, which replaces an earlier entry with the same key, and write the file. Also remove the entries of
+        jobs that were submitted into the same directory before the time `launched`."""
         remaining = [j for j in self.jobs if not (j.submitted < launched and j.directory == job.directory)]
         self.jobs = [*(j for j in remaining if j.key != job.key), job]
         programs = {j.program: self.programs[j.program] for j in self.jobs if j.program in self.programs}
@@ -86,7 +86,7 @@ class Manifest:
         return self.path.parent / relative
 
     def relative(self, path: Path) -> str:
-        """Return `path` as the manifest has it: relative to the sweep directory if it is inside of it."""
+        """Return `path` in the form of the manifest: relative to the sweep directory if it is inside that directory."""
         path, root = path.absolute(), self.path.parent
         return str(path.relative_to(root) if path.is_relative_to(root) else path)
 

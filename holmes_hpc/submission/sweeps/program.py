@@ -18,7 +18,7 @@ from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
 _PYTHON = tuple({str(Path(sysconfig.get_path(key)).resolve()) + "/" for key in ("stdlib", "platstdlib")})
-_OURS = ("holmes_hpc", "hydra_plugins")  # loaded in every launch; part of a program only if it imports them
+_OURS = ("holmes_hpc", "hydra_plugins")  # loaded in every launch, but part of a program only if it imports them
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Program:
 
 
 def describe_changes(old: Any, new: Program) -> str:
-    """Return a text on how the present program `new` differs from `old`, a program as a manifest has it."""
+    """Return a text on how the program `new` differs from `old`, which is a program as recorded in a manifest."""
     if not isinstance(old, dict):
         return "by an unknown program"
     files, packages = old.get("files") or {}, set(old.get("packages") or ())
@@ -65,8 +65,8 @@ def program_of(function: Callable[..., Any]) -> Program | None:
 
 @functools.lru_cache
 def _read_program(path: str, package: str) -> Program:
-    """Return the program whose task function is in the file `path` of the package `package`.
-    It has all modules that this file imports, directly or not, also inside functions, and all loaded ones."""
+    """Return the program whose task function is in the file `path` of the package `package`. It has this file,
+    the user's loaded modules, and all user modules that these import, directly or indirectly, even in functions."""
     files: dict[str, str] = {}
     pending = [(path, package)]
     for name, module in list(sys.modules.items()):
@@ -95,8 +95,8 @@ def _package_versions() -> tuple[str, ...]:
 
 
 def _imports(text: bytes, package: str) -> Iterator[str]:
-    """Yield the absolute names of modules that a module may import, according to its `text`: for ``from a import b``
-    both a and a.b. `package`: the module's, for relative imports."""
+    """Yield the absolute names of the modules that the source `text` may import; for ``from a import b``, a and a.b.
+    `package`: the package of the importing module, for relative imports."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
@@ -113,14 +113,14 @@ def _imports(text: bytes, package: str) -> Iterator[str]:
 
 @functools.cache
 def _sources(name: str) -> tuple[tuple[str, str], ...]:
-    """Return (file, package) of the module `name` and of its parent packages, as far as they are the user's own.
-    Nothing is imported."""
+    """Return (file, package) of the module `name` and of each of its parent packages that is the user's own.
+    Import nothing."""
     sources: list[tuple[str, str]] = []
     search_path: tuple[str, ...] | None = None
     for module in itertools.accumulate(name.split("."), "{}.{}".format):
         spec = _find_spec(module, search_path)
         if spec is None or (spec.origin and not _is_user_file(spec.origin)):
-            break  # not there, or installed: its version is recorded
+            break  # not found; or installed, so that its version is recorded
         locations = spec.submodule_search_locations
         if spec.origin:  # not a namespace package
             sources.append((str(Path(spec.origin).resolve()), module if locations else module.rpartition(".")[0]))
@@ -132,7 +132,7 @@ def _sources(name: str) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _find_spec(name: str, search_path: tuple[str, ...] | None) -> Any:
-    """Return the spec of a module without importing its parents; None if there is none. `search_path`: the parent's."""
+    """Return the spec of a module, or None. Do not import its parent packages. `search_path`: path of its parent."""
     for finder in sys.meta_path:
         with contextlib.suppress(ImportError, ValueError, AttributeError):
             if (spec := finder.find_spec(name, search_path, None)) is not None:

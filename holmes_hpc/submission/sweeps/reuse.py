@@ -1,6 +1,7 @@
 """The jobs that a launch is to submit, and the reuse of jobs of earlier launches into the same sweep directory.
 
-A job is reused only if configuration and program are the same. Within a launch, repeated jobs are all run.
+By default, an earlier job is reused only if its configuration and program are the same. If a launch repeats a job,
+every copy runs.
 """
 
 import hashlib
@@ -31,8 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Candidate:
-    """A job that this launch is to submit. `planned`: its plan, None for a plain job; `copy`: the number of earlier
-    jobs of this launch with the same overrides; `program`: None if its function has no source file."""
+    """A job that this launch submits or replaces by an earlier one. `planned`: its plan, None for a plain job; `copy`:
+    number of earlier jobs with the same overrides in this launch; `program`: None if it has no source file."""
 
     num: int
     overrides: list[str]
@@ -48,8 +49,8 @@ class Candidate:
 
     @property
     def digest(self) -> str:
-        """A hash of the configuration, and of the plan or, for a plain job, the launcher's environment settings. With
-        the key, it identifies the job in a repeated sweep."""
+        """A hash that, together with the key, identifies the job in a repeated sweep. It covers the configuration and,
+        for a job with a plan, the plan; for a plain job, the launcher's environment settings."""
         data = OmegaConf.to_yaml(task_config(self.config))
         launcher = self.config.hydra.launcher
         data += self.planned.plan.id if self.planned else repr([(key, launcher.get(key)) for key in ENVIRONMENT])
@@ -77,8 +78,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class EarlierJob:
-    """A job of an earlier launch with the overrides and the configuration of a candidate.
-    `program_change`: how its program differs from the candidate's, empty if they are the same."""
+    """A job of an earlier launch with the same overrides and configuration as a candidate.
+    `program_change`: text on how its program differs from the candidate's; empty if they are the same."""
 
     job: SweepJob
     is_completed: bool
@@ -94,8 +95,8 @@ EarlierJobs = dict[tuple[str, ...], EarlierJob]  # by key
 
 
 def parse_reuse(value: Any, sweeper: str) -> bool | str:
-    """Return `value`, the setting hydra.launcher.reuse, as True, False or "ask". `sweeper`: the path of its class.
-    Raise ConfigError for another value, or for reuse with a sweeper that needs new measurements."""
+    """Return True, False or "ask" for `value`, the setting hydra.launcher.reuse. `sweeper`: path of the sweeper's
+    class. Raise ConfigError for another value, or for reuse with a sweeper that needs new measurements."""
     is_basic = sweeper == BASIC_SWEEPER
     if value is None:
         return is_basic
@@ -111,8 +112,8 @@ def parse_reuse(value: Any, sweeper: str) -> bool | str:
 def find_earlier_jobs(
     manifest: Manifest, candidates: Sequence[Candidate], states: Mapping[SweepJob, JobState]
 ) -> EarlierJobs:
-    """Return {key: the job of an earlier launch} for those candidates whose earlier job completed or is active.
-    `states`: of jobs in the manifest."""
+    """Return {key: earlier job} for each candidate whose job of an earlier launch has completed or is active.
+    `states`: the states of jobs in the manifest."""
     earlier_jobs = {}
     for key, digest, program in ((c.key, c.digest, c.program) for c in candidates):
         job = manifest.find(key, digest)
@@ -145,8 +146,8 @@ def select_reused(earlier_jobs: EarlierJobs, reuse: bool | str) -> EarlierJobs:
 def refuse_active_jobs(
     manifest: Manifest, states: Mapping[SweepJob, JobState], candidates: Sequence[Candidate], reused: EarlierJobs
 ) -> None:
-    """Raise SubmissionError if an active job of an earlier launch, not in `reused`, has the key or the directory of a
-    job of this launch."""
+    """Raise SubmissionError if an active job of an earlier launch has the key or the directory of a job of this launch,
+    unless the active job itself is in `reused`."""
     new_keys, new_directories = {c.key for c in candidates}, {str(c.directory) for c in candidates}
     for job, state in states.items():
         if not is_active(state) or (job.key in reused and reused[job.key].job == job):

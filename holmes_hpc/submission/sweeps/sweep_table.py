@@ -1,4 +1,4 @@
-"""The table of a sweep's jobs, also live on a terminal, and the collection of their results."""
+"""The table of a sweep's jobs, printed once or updated live on a terminal, and the collection of the jobs' results."""
 
 import contextlib
 import os
@@ -25,14 +25,13 @@ from holmes_hpc.submission.lifecycle.status import record_end
 from holmes_hpc.submission.sweeps.jobs import job_states, plain_outcome, read_outcome, untrusted_reason
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, SweepJob, read_manifest
 
-MAX_GROWING_BYTES = 8_000_000  # of a larger metrics.jsonl that still grows, only the end is read
+MAX_GROWING_BYTES = 8_000_000  # only the end of a larger metrics.jsonl is read while it grows
 
 
 @dataclass(frozen=True)
 class SweepRow(StateRow):
-    """The row of one job in the table of a sweep.
-    `step`, `loss`: of the last step; `tokens_per_s`: the mean rate of the run (:func:`run_rates`); `why`: why the job
-    waits, or what it does before its first step."""
+    """The row of one job in the table of a sweep. `step`, `loss`: number and loss of the last step; `tokens_per_s`:
+    mean rate of the run (:func:`run_rates`); `why`: why the job waits, or what it does before its first step."""
 
     num: int
     overrides: tuple[str, ...]
@@ -91,8 +90,8 @@ def row_of(manifest: Manifest, job: SweepJob, state: JobState) -> SweepRow:
 
 
 def run_rates(run: RunDirectory) -> dict[str, float]:
-    """Return the mean rates of a run as {name: rate}, as in `holmes report`; empty without metrics. While it runs and
-    its file exceeds MAX_GROWING_BYTES, only the last steps count."""
+    """Return the mean rates of a run as {name: rate}, as in `holmes report`; empty without metrics. While the run goes
+    on and its metrics.jsonl exceeds MAX_GROWING_BYTES, only the last steps count."""
     with contextlib.suppress(OSError):
         status = run.metrics_path.stat()
         return _read_rates(run.path, status.st_size, status.st_mtime_ns, run.result_path.exists())
@@ -101,7 +100,7 @@ def run_rates(run: RunDirectory) -> dict[str, float]:
 
 @lru_cache(maxsize=1024)
 def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str, float]:
-    """Return :func:`run_rates`, cached while the size and the time (`_`) of metrics.jsonl stay the same."""
+    """Return the result of :func:`run_rates`, cached until the size or time (`_`) of metrics.jsonl changes."""
     run = RunDirectory(directory)
     try:
         if size > MAX_GROWING_BYTES and not has_ended:
@@ -112,8 +111,8 @@ def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str
 
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return a mapping for each job of a sweep: `num, overrides, job_id, state, error, directory, final`.
-    `final`: for a plan's job, the last step's figures and mean rates by name; else the function's value."""
+    """Return for each job of a sweep a mapping with `num, overrides, job_id, state, error, directory, final`. `final`:
+    figures of the last step and mean rates by name for a job with a plan; the function's value for a plain job."""
     manifest, results = read_manifest(directory), []
     for job, state in job_states(manifest, manifest.jobs).items():
         row = row_of(manifest, job, state)
@@ -123,7 +122,7 @@ def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _final(manifest: Manifest, job: SweepJob) -> Any:
-    """Return the key `final` of :func:`collect`; None if the job has no result."""
+    """Return the value of the key `final` of :func:`collect`; None if the job has no result."""
     if job.kind == "plan":
         run = RunDirectory(manifest.resolve(job.directory))
         result = run.read_result()
@@ -144,8 +143,8 @@ def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
 
 
 def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
-    """Return all rows if they are at most `limit`; else that many, of failed jobs first, then of running, waiting and
-    completed ones."""
+    """Return all rows if there are at most `limit`. Otherwise return `limit` rows: failed jobs first, then running,
+    then pending, then completed ones."""
 
     def position(row: SweepRow) -> int:
         is_failed = row.ended and row.state != "completed"
@@ -164,7 +163,7 @@ def live_table(title: str, rows: Sequence[SweepRow], height: int) -> Table:
 
 
 def live_display() -> Live:
-    """Return a display that redraws a table on the terminal; it ends with its block or by ``stop()``."""
+    """Return a display that redraws a table on the terminal. Use it as a context manager, or end it with ``stop()``."""
     return Live(console=Console(markup=False, highlight=False), auto_refresh=False)
 
 
