@@ -20,19 +20,19 @@ _DEPENDENCY = re.compile(r"[\w:,?+]+", re.ASCII)
 
 @dataclass(frozen=True)
 class JobRequest:
-    """The request for a job of one or more components with one step over all of them.
+    """A request for a job of one or more components, with one job step over all components.
 
-    `output`, `error`: files of the batch script itself.
-    `rank_output`, `rank_error`: files of each task; ``%j`` is the leader's job id, ``%t`` the global rank.
-    `directories`: created before the step starts.
+    `output`, `error`: files for the output of the batch script itself.
+    `rank_output`, `rank_error`: files for each task's output; ``%j`` is the leader's job id, ``%t`` the global rank.
+    `directories`: directories to create before the step starts.
     `exit_record`, `step_errors`: files for the step's exit status and for srun's own error messages.
-    `setup`, `teardown`: lines of shell before and after the step, as in submitit.
+    `setup`, `teardown`: shell lines before and after the step, as in submitit.
     `signal`: the warning signal, sent `signal_delay_s` before the time limit (None: 90 s, less in short jobs).
-    `max_requeues`: after more restarts the job ends without a step; 0: no limit.
-    `array`: as for sbatch; ``%j`` is then ARRAY-ID_INDEX.
-    `throttle_file`: the file of the Throttle that learns of the job's end.
-    `distribution`: of ranks over nodes and sockets, as for srun; over nodes it must be block, so that ranks follow the
-    order of components."""
+    `max_requeues`: a job that was requeued more often ends without a step; 0: no limit.
+    `array`: sbatch's option; with it, ``%j`` is ARRAY-ID_INDEX.
+    `throttle_file`: the file of the :class:`Throttle` to which the job reports its end.
+    `distribution`: srun's option, which distributes ranks over nodes and sockets. Over nodes it must be block, so that
+    ranks follow the order of components."""
 
     components: tuple[ComponentRequest, ...]
     name: str = "holmes"
@@ -95,14 +95,14 @@ class JobRequest:
         return job_id.join(shlex.quote(part) if part else "" for part in text.split("%j")) or "''"
 
     def _file_pattern(self, path: str) -> str:
-        """Return a path as a file name pattern of sbatch that replaces only ``%j``. Raise SubmissionError for a
+        """Return a path as a file name pattern for sbatch in which only ``%j`` is replaced. Raise SubmissionError for a
         backslash."""
         if "\\" in path:  # a backslash in a pattern turns off all replacements
             raise SubmissionError(f"path {path!r} contains a backslash", where="job", hint="use another directory")
         return ("%A_%a" if self.array else "%j").join(part.replace("%", "%%") for part in path.split("%j"))
 
     def options(self) -> list[tuple[str, Value]]:
-        """Return (name, value) of the sbatch options of the whole job, which the script has at its first component."""
+        """Return (name, value) of the sbatch options of the whole job, which the script sets at the first component."""
         options: list[tuple[str, Value | None]] = [
             ("job-name", self.name),
             ("time", self.timeout_min),
@@ -125,9 +125,9 @@ class JobRequest:
         ]
 
     def _signal_option(self) -> str | None:
-        """Return the value of ``--signal``; None for no signal.
-        Slurm may send the signal a minute early, and a task needs time to install its handler. So the default delay is
-        less in short jobs, and the shortest get no signal."""
+        """Return the value of ``--signal``; None for no signal. Slurm may send the signal a minute early, and a task
+        needs time to install its handler. Therefore the default delay is shorter in short jobs, and the shortest jobs
+        get no signal."""
         delay = self.signal_delay_s
         if delay is None:
             max_delay = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S
@@ -136,9 +136,9 @@ class JobRequest:
 
 
 def _redirecting_shell(job: JobRequest, setup: Sequence[str] = ()) -> str:
-    """Return the shell command that runs `setup` and then a task, with the output in the files of the task's rank.
-    srun's own file patterns are wrong in a step over several components (measured on 22.05): ``%j`` becomes the id of
-    the component, ``%t`` the rank plus the component's index. File names are arguments, so no shell parses them."""
+    """Return the shell command that redirects output to the files of the task's rank, then runs `setup` and the task.
+    srun's file patterns are wrong in a step over several components (measured on 22.05): ``%j`` becomes the id of the
+    component, ``%t`` the rank plus the component's index. File names are arguments, so no shell parses them."""
     patterns = [pattern.split("%t") for pattern in (job.rank_output, job.rank_error) if pattern is not None]
     arguments = [job.quote(part) for parts in patterns for part in parts]
     numbers = count(1)
@@ -160,8 +160,8 @@ def directives(job: JobRequest) -> Iterator[str]:
 
 
 def _step(job: JobRequest, commands: Sequence[str]) -> str:
-    """Return the srun command of the step over all components. `commands`: one for the tasks of each component.
-    Components whose tasks start in the same way share one het group."""
+    """Return the srun command of the step over all components. `commands`: for each component, the command of its
+    tasks. Components whose tasks have the same options and command share one ``--het-group``."""
     parts = [_task(job, part, command) for part, command in zip(job.components, commands, strict=True)]
     groups = [(str(index), part) for index, part in enumerate(parts)]
     if len(set(parts)) == 1:
@@ -201,8 +201,8 @@ def is_apptainer(image: str) -> bool:
 
 
 def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str:
-    """Return `command` wrapped to run inside the component's apptainer image, if it has one. Images for pyxis are an
-    option of srun instead."""
+    """Return `command` wrapped to run inside the component's apptainer image, if it has one. Other images are for
+    pyxis, and are given to srun as an option."""
     image = _image(job, part)
     if not image or not is_apptainer(image):
         return command
@@ -212,13 +212,13 @@ def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str
 
 
 def _exit_record_lines(record: str | None, status: str, signal: str = "-", indent: str = "") -> list[str]:
-    """Return the line of shell that writes ``STATUS EPOCH SIGNAL`` into the file `record`; none without a file. The
-    arguments are shell words."""
+    """Return the shell line that writes ``STATUS EPOCH SIGNAL`` into the file `record`; no line if `record` is None.
+    The arguments are inserted as shell words."""
     return [f"{indent}printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"] if record else []
 
 
 def _requeue_limit_lines(max_requeues: int, record: str | None) -> list[str]:
-    """Return the lines of shell that end a job if Slurm requeued it more than `max_requeues` times; none for 0."""
+    """Return the shell lines that end a job if Slurm requeued it more than `max_requeues` times; no lines for 0."""
     condition = f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {max_requeues} ]; then'
     reason = f"requeued $SLURM_RESTART_COUNT times, max_requeues is {max_requeues}"
     lines = [condition, f'  echo "holmes: not started: {reason}" >&2', *_exit_record_lines(record, "1", indent="  ")]
@@ -236,12 +236,11 @@ def script_text(
     on_signal: Sequence[str] = (),
     finish: Sequence[str] = (),
 ) -> str:
-    """Return the batch script. `command`: the shell command of every task, or a list with one for each component.
-    Lines of shell: `mark` before the set-up, `begin` after it; `on_signal` after a signal, while the step still runs;
-    `finish` after the step. In the last two ``$status`` is the step's exit status so far, and ``$signalled`` the signal
-    received.
-    `monitor`: a command that runs as long as the step. It may use the step's process id, ``$step``. `coordinator`: the
-    command that takes the step's place as the parent of srun; its last argument will be the process id of srun."""
+    """Return the batch script. `command`: the shell command of every task, or a list with one for each component. Shell
+    lines: `mark` before the set-up, `begin` after it; `on_signal` after a signal, while the step still runs; `finish`
+    after the step. In `on_signal` and `finish`, ``$status`` is the step's exit status so far, and ``$signalled`` the
+    signal. `monitor`: a command that runs as long as the step; ``$step`` is the step's process id. `coordinator`: a
+    command that becomes the parent process of srun; the process id of srun is appended as its last argument."""
     commands = [command] * len(job.components) if isinstance(command, str) else command
     step = _step(job, commands) if job.use_srun else " ".join(_program(job, job.components[0], commands[0]))
     record = None if job.exit_record is None else job.quote(job.exit_record)

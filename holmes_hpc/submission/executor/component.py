@@ -19,7 +19,7 @@ MAX_VALUE_BYTES = 4000  # sbatch reads a directive into a buffer of 8 KiB
 
 
 def sbatch_word(value: object, name: str = "value") -> str:
-    """Return `value` as one word of an ``#SBATCH`` line. `name`: of the option, for errors.
+    """Return `value` as one word of an ``#SBATCH`` line. `name`: the option's name, for error messages.
     sbatch's parser differs from a shell: a backslash escapes everywhere, and ``#`` outside quotes ends the line.
     Raise SubmissionError as :func:`check_value` does."""
     text = str(value)
@@ -31,7 +31,7 @@ def sbatch_word(value: object, name: str = "value") -> str:
 
 def check_value(text: str, name: str) -> None:
     """Raise SubmissionError if no ``#SBATCH`` line can contain `text`, because it has control characters (newlines),
-    is not Unicode or is very long. `name`: of the option, for errors."""
+    is not Unicode, or is too long. `name`: the option's name, for error messages."""
     control, size = next((c for c in text if ord(c) < 32 or ord(c) == 127), ""), len(text.encode(errors="replace"))
     excerpt = f"{name} {text[:40]!r}"
     SubmissionError.refuse(
@@ -43,8 +43,8 @@ def check_value(text: str, name: str) -> None:
 
 
 def as_list(value: Iterable[object] | None, key: str, where: str) -> tuple[str, ...]:
-    """Return a list that the user wrote under `key` as a tuple of texts.
-    Raise SubmissionError for a string, which would become a list of letters."""
+    """Return a list that the user wrote under `key` as a tuple of strings.
+    Raise SubmissionError for a single string, which would become a list of letters."""
     if isinstance(value, str):
         raise SubmissionError(f"{key} is a string, not a list", where=where, hint="write [one, two]")
     return tuple(map(str, value or ()))
@@ -61,14 +61,14 @@ def option_name(key: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class ComponentRequest:
-    """The request for one component of a job. None: Slurm's default.
+    """A request for one component of a job. A field that is None leaves the value to Slurm.
 
     `exclusive`: True, or a value such as ``user``. `mem`: in Slurm's format (``8GB``). `additional`: other sbatch
     options of this component.
 
-    Settings of its tasks, for sites whose partitions differ: `container` (None: the job's; empty: none), `mounts`
-    (``HOST:CONTAINER``), `environment` (variables), `setup` (lines of shell in each task before the program), `python`
-    (shell; None: the job's), `srun_args`."""
+    Settings of its tasks, for sites whose partitions differ: `container` (image; None: the job's; empty: none),
+    `mounts` (``HOST:CONTAINER``), `environment` (variables), `setup` (shell lines that each task runs before the
+    program), `python` (shell command; None: the job's), `srun_args`."""
 
     nodes: int = 1
     tasks_per_node: int = 1
@@ -133,8 +133,8 @@ class ComponentRequest:
         return [*first_options, *remaining, *((k, v) for k, v in extra.items() if v is not False)]
 
     def with_defaults(self, options: Mapping[str, Value]) -> "ComponentRequest":
-        """Return this request with those sbatch `options` of the job that it does not set itself. It must repeat them,
-        because Slurm resets the options at each component."""
+        """Return this request with the job's sbatch `options` added, except those that it sets itself and those of the
+        whole job. Slurm resets the options at each component, so that each one must repeat them."""
         set_keys = {key for key, _ in self.options()} | {key for key, _ in self.additional}
         inherited = tuple((k, v) for k, v in options.items() if k not in set_keys and k not in JOB_OPTIONS)
         return replace(self, additional=(*self.additional, *inherited)) if inherited else self
@@ -155,8 +155,8 @@ def format_memory(gigabytes: float) -> str:
 def parse_component(
     values: Mapping[str, Any] | ComponentRequest, index: int = 0, defaults: Mapping[str, Any] | None = None
 ) -> ComponentRequest:
-    """Return the request that a user wrote as a mapping, completed by `defaults`. `index`: the component's, for errors.
-    Raise SubmissionError for an unknown key or a wrong value."""
+    """Return the request that a user wrote as a mapping, completed by `defaults`. `index`: its index, for error
+    messages. Raise SubmissionError for an unknown key or a wrong value."""
     if isinstance(values, ComponentRequest):
         return values
     where = f"component {index}"
@@ -177,8 +177,8 @@ def node_share(
 ) -> dict[str, Value | None]:
     """Return the default `cpus_per_task` and `mem` of a component that uses `gpus` of each node's `gpus_per_node` GPUs.
 
-    It gets the same share of the node's `cpus` and `memory_gib` (None if Slurm does not report them, and then None in
-    the result). Each GPU has one rank. A whole node gives all its memory (--mem=0)."""
+    The component gets the same share of the node's `cpus` and `memory_gib`. If Slurm does not report one of them
+    (None), so is the result. Each GPU has one rank. A component with whole nodes gets all of their memory (--mem=0)."""
     is_whole_node = exclusive or gpus >= gpus_per_node
     cpus_per_rank = (cpus or 0) // (gpus if is_whole_node else gpus_per_node)
     even_cpus = cpus_per_rank - cpus_per_rank % 2 if cpus_per_rank > 1 else 1  # whole cores, if a core has two CPUs

@@ -20,16 +20,16 @@ from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
 from holmes_hpc.submission.executor.component import ComponentRequest
 
 LEADER = "HOLMES_LEADER_JOB_ID"  # exported by the batch script
-MEMBER = "HOLMES_MEMBER"  # index of the component whose job this is, if each is a job of its own (elastic.members)
-TASKS_PER_NODE = "HOLMES_TASKS_PER_NODE_{}"  # of a component, by its index
+MEMBER = "HOLMES_MEMBER"  # index of this job's component, if each component is a separate job (elastic.members)
+TASKS_PER_NODE = "HOLMES_TASKS_PER_NODE_{}"  # the number of tasks per node of the component with this index
 MAX_REQUEUES = "HOLMES_MAX_REQUEUES"
 PREEMPT_SIGNAL = "SUBMITIT_PREEMPT_SIGNAL"  # the signal that tasks handle, if not USER_SIGNAL
 _HINT = "start the step with srun from the job's batch script"
 
 
 def preempt_signal() -> str:
-    """Return the name of the warning signal that a job's tasks handle, without SIG: submitit's own (USR2), unless the
-    environment sets another one."""
+    """Return the name, without SIG, of the warning signal that a job's tasks handle. It is submitit's own (USR2),
+    unless the environment sets another one."""
     return os.environ.get(PREEMPT_SIGNAL) or USER_SIGNAL
 
 
@@ -43,7 +43,7 @@ class ComponentRanks:
 
 
 def own_member(environ: Mapping[str, str] = os.environ) -> int | None:
-    """Return the index of the component whose job this is; None unless each component is a job of its own."""
+    """Return the index of this job's component if each component is a separate job; otherwise None."""
     return int(environ[MEMBER]) if MEMBER in environ else None
 
 
@@ -53,15 +53,15 @@ def tasks_per_node(parts: Iterable[ComponentRequest]) -> list[tuple[str, str]]:
 
 
 def component_ranks(host_lists: Sequence[str], tasks: Sequence[int]) -> list[ComponentRanks]:
-    """Return the components with these nodes and numbers of tasks per node, in order."""
+    """Return each component's nodes and ranks. `host_lists`: each one's nodes; `tasks`: each one's tasks per node."""
     nodes = [tuple(expand(text)) for text in host_lists]
     first_ranks = accumulate((len(n) * t for n, t in zip(nodes, tasks, strict=False)), initial=0)
     return list(map(ComponentRanks, nodes, first_ranks, tasks))
 
 
 def ranks_of_job(environ: Mapping[str, str] = os.environ) -> list[ComponentRanks]:
-    """Return the components of the job whose tasks have the variables `environ`, in order. A plain job has one, and a
-    process outside of jobs none. Raise SubmissionError if a component's node list is missing."""
+    """Return the components, in order, of the job whose environment variables are `environ`. A plain job has one
+    component, a process outside of jobs none. Raise SubmissionError if a component's node list is missing."""
     size = int(environ.get("SLURM_HET_SIZE") or 0)
     names = [f"SLURM_JOB_NODELIST_HET_GROUP_{i}" for i in range(size)] or ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
     lists = [environ[name] for name in names if environ.get(name)][: size or 1]
@@ -88,8 +88,8 @@ def current_component(environ: Mapping[str, str] = os.environ) -> int:
 
 
 class TaskCount(int):
-    """The number of a job's tasks. Divided by the job's number of nodes, it gives the number of tasks on this node.
-    submitit divides for LOCAL_WORLD_SIZE (TorchDistributedEnvironment). The quotient is wrong if components differ."""
+    """The number of a job's tasks. If it is divided by the job's number of nodes, it gives the number of tasks on this
+    node. submitit computes LOCAL_WORLD_SIZE by this division, whose plain quotient is wrong if components differ."""
 
     def __floordiv__(self, nodes: int) -> int:
         counts_job_nodes = nodes == sum(len(part.nodes) for part in ranks_of_job())
@@ -127,8 +127,8 @@ class SlurmHetJobEnvironment(job_environment.JobEnvironment):
         return max(1, len(ranks_of_job()))
 
     def _requeue(self, countdown: int) -> None:
-        """Requeue the whole job by its leader's id. Raise UncompletedJobError if Slurm refuses, or if the executor's
-        limit is reached. `countdown`: requeues after a time limit that submitit still allows."""
+        """Requeue the whole job. Raise UncompletedJobError if Slurm refuses, or if the job was requeued MAX_REQUEUES
+        times. `countdown`: number of further time-outs after which submitit may requeue it."""
         restarts, limit = int(os.environ.get("SLURM_RESTART_COUNT") or 0), int(os.environ.get(MAX_REQUEUES) or 0)
         is_limit_reached = limit and restarts >= limit
         refusal = f"it was already requeued {restarts} times" if is_limit_reached else requeue(self.job_id)[0]

@@ -23,28 +23,28 @@ _TICKET_TYPES |= {"token": str, "batch_logs": list}
 
 
 def ticket_path(folder: Path, job_id: str) -> Path:
-    """Return the path of a job's ticket: the executor's record, which tells the job from others with the same id."""
+    """Return the path of a job's ticket: the executor's record, which distinguishes the job from others with its id."""
     return folder / f"{job_id}_job.json"
 
 
 def batch_log(folder: Path) -> Path | None:
-    """Return the path of the batch script's own output (``%j``: the job id); None if it goes into the files of task 0.
-    If the name of `folder` has ``%j``, the path is outside of it, because Slurm opens the file before the job could
-    create the folder."""
+    """Return the path of the batch script's own output; None if it goes into the files of task 0. If the name of
+    `folder` has ``%j`` (the job id), the path is outside of `folder`, because Slurm opens the file before the job could
+    create that folder."""
     fixed_folder = utils.JobPaths.get_first_id_independent_folder(folder)
     return None if fixed_folder == folder else fixed_folder / "%j_batch.out"
 
 
 def read_ticket(folder: Path, job_id: str) -> dict[str, Any]:
-    """Return the content of a job's ticket (see :meth:`SlurmHetJob.write_ticket`); empty if there is none. Values of
-    another type, in a damaged ticket, are left out."""
+    """Return the content of a job's ticket (see :meth:`SlurmHetJob.write_ticket`); empty if there is none. Values of a
+    wrong type, as in a damaged ticket, are left out."""
     ticket = read_object(ticket_path(folder, job_id)) or {}
     return {key: value for key, value in ticket.items() if isinstance(value, _TICKET_TYPES.get(key, object))}
 
 
 class SlurmHetJob(core.Job[Any]):
-    """A job of one or more components. Its id is the leader's; its tasks are the ranks of all components.
-    `tasks`: indices of the tasks; None: all, as many as its ticket states."""
+    """A job of one or more components. Its id is that of the first component, its leader. Its tasks are the ranks of
+    all components. `tasks`: indices of the tasks; None: as many as the job's ticket states."""
 
     _cancel_command = "scancel"
     _results_timeout_s = 15
@@ -58,7 +58,7 @@ class SlurmHetJob(core.Job[Any]):
             self.register_identity()
 
     def register_identity(self) -> bool:
-        """Tell the watcher which job has this id. Return True if it knew another job with this id and forgot it."""
+        """Tell the watcher which job has this id. Return True if the watcher forgot an earlier job with the same id."""
         folder = self.paths.folder
         ticket = read_ticket(folder, self.job_id)  # without a ticket, only the id identifies the job
         record, components = folder / f"{self.job_id}_exit", int(ticket.get("components") or 1)
@@ -79,7 +79,7 @@ class SlurmHetJob(core.Job[Any]):
             self.register_identity()
 
     def slurm_state(self, mode: str = "force") -> JobState:
-        """Return the job's state. `mode`: as of submitit's watchers (``force``, ``standard``, ``cache``)."""
+        """Return the job's state. `mode`: as in submitit's watchers (``force``, ``standard``, ``cache``)."""
         return self.watcher.state_of(self.job_id, mode)
 
     def cancel(self, check: bool = True) -> None:
@@ -90,9 +90,9 @@ class SlurmHetJob(core.Job[Any]):
             raise SubmissionError(answer.reason, where=f"scancel {self.job_id}", hint=hint)
 
     def _get_outcome_and_result(self) -> tuple[str, Any]:
-        """Return (outcome, result) of this task, as submitit does, with some differences.
+        """Return (outcome, result) of this task, as submitit does, with three differences.
 
-        After a job's end, this waits at most _results_timeout_s for the files of all its tasks together. If there is no
+        After the job's end, all of its tasks together wait at most _results_timeout_s for missing files. If there is no
         result, the error contains the batch script's own output. If other users may write the result, raise
         RecordError, because unpickling it would run their code."""
         refuse_other_writers(self.paths.result_pickle)
@@ -132,8 +132,8 @@ class SlurmHetJob(core.Job[Any]):
         return super().results()
 
     def exception(self) -> Any:
-        """Return the job's error, as submitit does; None if all tasks succeeded. Of several errors, one that a task
-        raised comes before those of tasks that were killed."""
+        """Return the job's error, as submitit does; None if all tasks succeeded. If several tasks failed, an error that
+        a task raised comes before the errors of tasks that were killed."""
         if not self._sub_jobs:
             return super().exception()
         self.wait()

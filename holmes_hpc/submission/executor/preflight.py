@@ -1,6 +1,6 @@
-"""Checks before sbatch: each component alone (``--test-only``), all components together, and site settings.
+"""Checks before sbatch: each component by itself (``--test-only``), all components together, and site settings.
 
-An infeasible component is never submitted in a heterogeneous job: before Slurm 24.11 it can crash the controller.
+An infeasible component must not be submitted in a heterogeneous job: before Slurm 24.11 it can crash the controller.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.scontrol import Config, Node, Partition, minutes, read_config, read_nodes, read_partitions
 from holmes_hpc.submission.executor.component import ComponentRequest
 
-CACHE_S = 300  # age up to which answers of Slurm are reused
+CACHE_S = 300  # seconds for which answers of Slurm are reused
 TIME_LIMIT_HINT = "request less time, or name a QOS that allows more"
-MAX_SUBSETS = 4096  # of components, above which check_fit checks nothing
+MAX_SUBSETS = 4096  # of components; if there are more, check_fit checks nothing
 T = TypeVar("T")
 _cache: dict[object, tuple[float, Any]] = {}
 log = logging.getLogger(__name__)
-# Conditions of a component without which it may be feasible, in the order in which they are left out.
+# Conditions that may make a component infeasible, in the order in which feasible_change tries to remove them.
 _CONDITIONS = (
     *("constraint", "nodelist", "gres", "gpus_per_node", "mem", "mem_per_cpu", "cpus_per_task", "exclusive"),
     *("reservation", "qos", "account"),
@@ -44,7 +44,7 @@ def start_time(answer: Answer) -> str:
 
 
 def try_component(request: ComponentRequest, *, timeout_min: object = None) -> Answer:
-    """Return the answer of ``sbatch --test-only`` for a job with this component alone. It is cached for CACHE_S.
+    """Return the answer of ``sbatch --test-only`` for a job with only this component. It is cached for CACHE_S.
     `timeout_min`: its time limit, in minutes or in Slurm's format. Raise SubmissionError if Slurm does not answer."""
     arguments = [*request.arguments(), *([] if timeout_min is None else [f"--time={timeout_min}"])]
     return _cached(tuple(arguments), lambda: _test_job(arguments))
@@ -59,7 +59,7 @@ def _test_job(arguments: Sequence[str]) -> Answer:
 
 
 def check_each(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
-    """Raise SubmissionError if Slurm cannot start one of the components alone.
+    """Raise SubmissionError if Slurm cannot start one of the components in a job by itself.
     The error has Slurm's reason and, as a hint, a change that makes the component feasible."""
     for index, request in enumerate(requests):
         answer = try_component(request, timeout_min=timeout_min)
@@ -69,7 +69,7 @@ def check_each(requests: Sequence[ComponentRequest], *, timeout_min: object = No
 
 
 def check_components(requests: Sequence[ComponentRequest], *, timeout_min: object = None) -> None:
-    """Raise SubmissionError if Slurm cannot or would never start one of the components, or all of them together."""
+    """Raise SubmissionError if Slurm could never start one of the components, or all of them in one job."""
     check_each(requests, timeout_min=timeout_min)
     partitions = _site_fact(read_partitions) or []
     for index, request in enumerate(requests):
@@ -130,8 +130,8 @@ def describe(index: int, request: ComponentRequest) -> str:
 
 
 def feasible_change(request: ComponentRequest, *, timeout_min: object = None) -> str:
-    """Return a hint on the smallest change that makes an infeasible request feasible: fewer nodes, else a condition to
-    remove."""
+    """Return a hint on a change that makes an infeasible request feasible: a shorter time limit, fewer nodes, another
+    partition, or a condition to remove."""
 
     def is_feasible(candidate: ComponentRequest) -> bool:
         return try_component(candidate, timeout_min=timeout_min).ok
@@ -156,7 +156,7 @@ def feasible_change(request: ComponentRequest, *, timeout_min: object = None) ->
 
 
 def time_limit_error(request: ComponentRequest, timeout_min: object, partitions: Iterable[Partition]) -> str | None:
-    """Return an error message if the job's time limit exceeds that of each of its partitions, else None.
+    """Return an error message if the job's time limit exceeds that of all its partitions; None otherwise.
     Slurm accepts such a job but never starts it. A request with a QOS is not checked, because the QOS may allow it."""
     limits = {p.name: p.time_limit_min for p in partitions if p.time_limit_min is not None}
     timeout, names = minutes(timeout_min), (request.partition or "").split(",")
@@ -167,7 +167,7 @@ def time_limit_error(request: ComponentRequest, timeout_min: object, partitions:
 
 
 def qos_error(requests: Sequence[ComponentRequest], partitions: Iterable[Partition], qos: Qos) -> str | None:
-    """Return an error message if a QOS has more components than it allows jobs (the job never starts), else None."""
+    """Return an error message if more components use a QOS than it allows jobs (such a job never starts), else None."""
     partition_qos = {p.name: p.qos for p in partitions if p.qos}
     count: Counter[str] = Counter()
     for request in requests:
@@ -211,7 +211,7 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
         return
     eligible = [eligible_nodes(r, nodes) for r in requests]
     if any(len(names) < r.nodes for names, r in zip(eligible, requests, strict=True)):
-        return  # each component passed alone, so Slurm has nodes that this list lacks
+        return  # each component passed by itself, so Slurm has nodes that this list lacks
     for size in range(2, len(requests) + 1):
         for subset in combinations(range(len(requests)), size):
             union = frozenset[str]().union(*(eligible[i] for i in subset))
@@ -223,8 +223,8 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
 
 
 def shortages(requests: Sequence[ComponentRequest]) -> Iterator[str]:
-    """Yield a line for each component for which this Slurm has too few nodes, and one if they have too few together;
-    none without Slurm."""
+    """Yield a line for each component for which this Slurm has too few nodes, and a line if it has too few for all of
+    them together. Yield nothing without Slurm."""
     nodes = _site_fact(read_nodes) or []
     for index, request in enumerate(requests if nodes else ()):
         if (count := len(eligible_nodes(request, nodes))) < request.nodes:

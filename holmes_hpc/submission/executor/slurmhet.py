@@ -1,6 +1,6 @@
 """The submitit executor for heterogeneous jobs: ``submitit.AutoExecutor(folder, cluster="slurmhet")``.
 
-A script for submitit's SlurmExecutor runs here if it names the components:
+A script for submitit's SlurmExecutor works with this executor if it also names the components:
 
     executor = submitit.AutoExecutor("log", cluster="slurmhet")
     executor.update_parameters(timeout_min=60, slurmhet_components=[
@@ -57,9 +57,9 @@ PARAMETERS = frozenset(
 class _Parameters(set[str]):
     """The names of the executor's parameters, for AutoExecutor, which iterates over them in two functions.
 
-    In `_internal_update_parameters`, which lists them in an error for a mistyped name, it gets all of them. Elsewhere
-    it gets only `components`: otherwise it would take a user's ``partition`` for this executor's, not SlurmExecutor's.
-    """
+    In `_internal_update_parameters`, which lists the names in an error about a mistyped one, AutoExecutor gets all
+    names. Elsewhere it gets only `components`. Otherwise it would give a user's ``partition`` to this executor, not
+    SlurmExecutor."""
 
     def __iter__(self) -> Iterator[str]:
         shows_all = sys._getframe(1).f_code.co_name == "_internal_update_parameters"
@@ -69,12 +69,12 @@ class _Parameters(set[str]):
 class SlurmHetExecutor(core.PicklingExecutor):
     """The executor that submits functions as jobs of one or more components.
 
-    `folder`: of submissions, logs and results, visible to every node; ``%j`` is the leader's job id.
+    `folder`: for submissions, logs and results, on a file system that all nodes share; ``%j`` is the leader's job id.
     `components`: list of mappings (see :class:`ComponentRequest`); None: one component from the plain parameters.
     `max_num_timeout`: maximum number of requeues of a checkpointable function after its time limit.
     `max_requeues`: maximum number of restarts of any kind, after which a job ends; 0: only `max_num_timeout` applies.
     `python`: the command that starts Python on the nodes (shell, as in submitit).
-    `preflight`: test each component alone before a heterogeneous job is submitted, and log warnings."""
+    `preflight`: test each component by itself before a heterogeneous job is submitted, and log warnings."""
 
     job_class = SlurmHetJob
     task_module = "holmes_hpc.submission.executor.task"
@@ -113,8 +113,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return 1, or -1 without sbatch. AutoExecutor takes the executor with the highest number if no cluster is
-        named; SlurmExecutor has 2."""
+        """Return 1 if sbatch is installed, else -1. If the user names no cluster, AutoExecutor takes the executor with
+        the highest number; SlurmExecutor has 2."""
         return -1 if shutil.which("sbatch") is None else 1
 
     @classmethod
@@ -127,9 +127,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return _Parameters(PARAMETERS)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters under this executor's names, with the slurm_* parameters, which AutoExecutor drops.
-        If a parameter is set in several ways, the last of these wins: by its generic name (timeout_min), by that for
-        Slurm (slurm_timeout_min), by Slurm's own name (slurm_time), by slurmhet_NAME, which AutoExecutor adds later."""
+        """Return the parameters under this executor's names, with the slurm_* parameters, which AutoExecutor drops. A
+        parameter may be set under several names. The last of these wins: the generic name (timeout_min), this name for
+        Slurm (slurm_timeout_min), Slurm's own (slurm_time), slurmhet_NAME, which AutoExecutor adds later."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
         slurm_params, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
         for name in frame_locals.get("generics", {}).keys() & slurm_params.keys():
@@ -141,7 +141,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return {**params, **slurm_params}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
-        """Set parameters: those of SlurmExecutor, which are defaults for the components, and `components`.
+        """Set parameters: `components`, and those of SlurmExecutor, which are defaults for the components.
         Raise ValueError for an unknown name, SubmissionError for an impossible request."""
         unknown = sorted(k for k in kwargs if k not in PARAMETERS)
         if unknown:
@@ -205,7 +205,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def _submit_command(self, command: str) -> core.Job[Any]:
         """Submit a job as submitit does, but after preflight, only once even if Slurm's answer is lost, and with a
-        ticket. `command` is not used, because the commands of components may differ."""
+        ticket. `command` is not used, because components may have different commands."""
         if self.throttle is None:
             return self._submit_request()[0]
         throttle_file = str(self.throttle.path)
@@ -216,8 +216,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return job
 
     def _submit_request(self, array_size: int = 0, **changes: Any) -> list[core.Job[Any]]:
-        """Submit a job whose request has the fields `changes`. Return it alone, or the `array_size` jobs of an array.
-        Its comment contains a token that is unique to this submission."""
+        """Submit the requested job with the changed fields `changes`. Return it in a list, or the `array_size` jobs of
+        an array. A unique token in the job's comment identifies this submission."""
         uid = uuid.uuid4().hex
         with errors_as_refused():
             request = replace(self.request(), **changes)
@@ -252,7 +252,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     def _internal_process_submissions(self, delayed_submissions: list[utils.DelayedSubmission]) -> list[core.Job[Any]]:
         """Submit all functions and return their jobs, of which at most array_parallelism run at a time.
-        Jobs of one component form an array. Heterogeneous jobs cannot, so a throttle limits them."""
+        Jobs of one component form an array. Heterogeneous jobs cannot form one, so a :class:`Throttle` limits them."""
         limit = int(self.parameters.get("array_parallelism") or 256)
         if limit < 1:
             raise Refused(f"array_parallelism is {limit}", where="executor slurmhet", hint="use 1 or more")
@@ -276,8 +276,8 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return jobs
 
     def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], limit: int) -> list[core.Job[Any]]:
-        """Submit the functions as an array of which `limit` jobs run at a time. Pickle them first: an array job's task
-        looks for its function at once."""
+        """Submit the functions as an array of which `limit` jobs run at a time. Pickle them first, because a job may
+        start at once and look for its function."""
         pickles = [self._static_folder() / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         try:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):
@@ -296,7 +296,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
 
 def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
-    """Return the local variables of AutoExecutor's method `function` if it called our caller; else an empty map.
+    """Return the local variables of AutoExecutor's method `function` if it called this function's caller; else nothing.
     AutoExecutor passes on only parameters with the executor's prefix and has no hook for others, so this reads its
     frame. pyproject.toml limits submitit's version for this, and test_slurmhet.py fails if AutoExecutor changes."""
     frame = sys._getframe(2)
@@ -305,6 +305,6 @@ def _locals_of_auto_executor(function: str) -> Mapping[str, Any]:
 
 
 def _slurm_parameters(frame_locals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters ``slurm_NAME`` in AutoExecutor's local variables as {NAME: value}. It would drop them."""
+    """Return {NAME: value} of the parameters ``slurm_NAME`` in AutoExecutor's local variables, which it would drop."""
     values = {k: v for k, v in frame_locals.get("kwargs", {}).items() if v is not None}
     return {k.removeprefix("slurm_"): v for k, v in values.items() if k.startswith("slurm_")}

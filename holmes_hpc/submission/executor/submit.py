@@ -25,7 +25,7 @@ class SubmissionUnknown(Refused):
 
 @contextlib.contextmanager
 def errors_as_refused() -> Iterator[None]:
-    """Convert a SubmissionError of the block (by preflight, or by the batch script's text) to Refused."""
+    """Convert a SubmissionError of the block (from preflight or for an invalid batch script) to Refused."""
     try:
         yield
     except Refused:
@@ -38,8 +38,8 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     """Submit the batch script at `path`, whose comment contains the unique `token`. Return the leader's job id.
 
     While the controller does not answer, retry for up to `patience_s`. If it may have accepted the job, search for the
-    token before each retry. Raise Refused with Slurm's reason, also after the last retry. Raise SubmissionUnknown, here
-    or in find_job, if the job may exist."""
+    token before each retry. Raise Refused, with Slurm's reason, if Slurm refuses the job or the last retry fails. Raise
+    SubmissionUnknown if the job may exist."""
     for left_s in attempts(patience_s, 1, longest_pause_s=15):
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
         if answer.ok:
@@ -72,7 +72,7 @@ def find_job(token: str, timeout_s: float) -> str | None:
 
 @contextlib.contextmanager
 def cancel_on_error(job_id: str) -> Iterator[None]:
-    """Cancel the job if the block, which records it, fails, because nobody would know of the job."""
+    """Cancel the job if the block, which should record it, fails. Otherwise nobody would know of the job."""
     try:
         yield
     except BaseException:

@@ -1,9 +1,9 @@
 """A throttle for heterogeneous jobs, which cannot be arrays: ``python -m ….throttle FILE JOB_ID``.
 
-At most `limit` jobs run at a time. Each later job depends (``afterany``) on an earlier one, so Slurm alone keeps the
-limit. But a job that depends on a long one could wait while others end. So a job that ends calls this module in its
-batch script. The first waiting job then gets a dependency on the ended job and so starts. The job that depended on the
-ended one gets the dependency that the first waiting job had.
+At most `limit` jobs run at a time, because each further job depends (``afterany``) on an earlier one. With only these
+dependencies, a job that depends on a long job would wait although others have ended. So each batch script calls this
+module at its end. The first waiting job then gets a dependency on the ending job, so that it starts next. If another
+job depended on the ending job, it gets the dependency that the first waiting job had.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from holmes_hpc.slurm.commands import slurm
 
 @dataclass
 class JobQueue:
-    """The jobs of a throttle, as job ids. `order`: in order of submission; `waits`: job -> the job that it depends on;
+    """The jobs of a throttle, by job id. `order`: in order of submission; `waits`: {job: the job that it depends on};
     `ended`: jobs whose batch script has ended; `common_dependency`: the user's dependencies, which all jobs have."""
 
     order: list[str] = field(default_factory=list)
@@ -31,8 +31,8 @@ class JobQueue:
     common_dependency: str = ""
 
     def next_predecessor(self, limit: int) -> str | None:
-        """Return the job on which the next submitted job must depend; None if it need not wait.
-        In the second case a job that has ended may leave `order`, because the next job takes its place."""
+        """Return the job on which the next submitted job must depend; None if that one need not wait. If it takes the
+        place of a job that has ended, remove that job from `order`."""
         if len(self.order) < limit:
             return None
         chain_ends = [job for job in self.order if job not in self.waits.values()]  # no job depends on these
@@ -53,8 +53,8 @@ class Throttle:
     limit: int
 
     def submit(self, dependency: str | None, submit_job: Callable[[str | None], Any]) -> Any:
-        """Return the job that ``submit_job(dependencies)`` submits: with the user's `dependency` and, if the limit is
-        reached, one on an earlier job. The queue is locked meanwhile."""
+        """Submit a job by ``submit_job(dependencies)`` and return it, while the queue is locked. The dependencies are
+        the user's `dependency` and, if the limit is reached, one on an earlier job."""
         with _locked_queue(self.path) as queue:
             queue.common_dependency = dependency or ""
             predecessor = queue.next_predecessor(self.limit)
@@ -87,7 +87,7 @@ def release_next(path: Path, job: str) -> None:
         for candidate in queue.order:
             predecessor = queue.waits.get(candidate)
             if candidate == successor:
-                return  # Slurm starts it
+                return  # Slurm starts it after `job`
             if predecessor is None or predecessor in queue.ended:
                 continue  # it runs, or waits only for nodes
             if not _set_dependency(candidate, queue.dependency(job)):

@@ -1,7 +1,7 @@
-"""The states of submitted jobs, from sacct, else squeue, else scontrol, else the exit record of the batch script.
+"""The states of submitted jobs, from sacct, squeue, scontrol or, if they fail, the batch script's exit record.
 
-A reinstalled Slurm uses job ids again. The path of the batch script has a unique token, which shows whether a row
-belongs to a job. If the token is unknown, the job's name and its time of submission are compared.
+A reinstalled Slurm reuses job ids. The path of the batch script has a unique token, which shows whether a row of
+Slurm's output belongs to a job. If the token is unknown, the job's name and its time of submission are compared.
 """
 
 import re
@@ -29,8 +29,8 @@ _LOST_S = 60  # from a submission until the controller certainly knows the job
 
 @dataclass(frozen=True)
 class JobIdentity:
-    """The properties that tell a job from others with the same id. `submitted`: Unix seconds; `record`: path of its
-    batch script's exit record; `token`: unique to its submission, part of its batch script's path."""
+    """The properties that distinguish a job from others with its id. `submitted`: time in Unix seconds; `record`: path
+    of its batch script's exit record; `token`: unique to its submission, and part of its batch script's path."""
 
     name: str | None = None
     submitted: float | None = None
@@ -78,7 +78,7 @@ def read_exit_record(path: Path, since: float | None = None) -> JobState | None:
 
 
 class StateWatcher(core.InfoWatcher):
-    """A watcher as in submitit that queries the states of all jobs of this process at once.
+    """A submitit watcher that queries the states of all jobs of this process together.
 
     While no command answers, pauses between queries grow up to `delay_s`, except with mode ``force``."""
 
@@ -93,7 +93,7 @@ class StateWatcher(core.InfoWatcher):
         self._partial_since: dict[str, float] = {}
         self._down_until: dict[str, float] = {}
         self._failures = 0
-        self._controller: str | None = None  # the command (of CONTROLLER) that answered in the last query
+        self._controller: str | None = None  # the first of the commands CONTROLLER that answered the last query
 
     def set_identity(self, job_id: str, identity: JobIdentity) -> bool:
         """Set the identity of the job with this id. If the id was another job's, forget that job and return True."""
@@ -133,7 +133,7 @@ class StateWatcher(core.InfoWatcher):
         return self._is_final(job_id, self.state_of(job_id, mode))
 
     def _is_final(self, job_id: str, state: JobState) -> bool:
-        """Return whether the job has ended in `state` and neither a requeue nor a late row can change that."""
+        """Return whether `state` is the job's last one, which neither a requeue nor a late row can change."""
         if state.unsettled:
             return False
         num_components = self._identity(job_id).components
@@ -181,10 +181,10 @@ class StateWatcher(core.InfoWatcher):
             self._ended_at.setdefault(job_id, time.monotonic())
 
     def _state_without_row(self, job_id: str) -> JobState | None:
-        """Return the state of a job that no command lists; None to keep the one before.
+        """Return the state of a job that no command lists; None to keep the previous state.
 
-        Its exit record counts. If the controller does not answer, the job may have been requeued since then, so the
-        state is unsettled. Without a record, a job that the controller should know has failed."""
+        The exit record gives the state. If the controller does not answer, the state is unsettled, because the job may
+        have been requeued. Without a record, the job has failed if the controller answers and should know it."""
         identity = self._identity(job_id)
         state = read_exit_record(identity.record, identity.submitted) if identity.record else None
         if state is not None:
@@ -197,9 +197,9 @@ class StateWatcher(core.InfoWatcher):
         return None if job_id in self._states else JobState(source=self._controller)
 
     def _query_states(self, job_ids: set[str]) -> dict[str, JobState]:
-        """Return the states of those jobs that Slurm's commands list. Each further command is run only for jobs that
-        the earlier ones do not list, or whose state in the database is doubtful. squeue comes first if jobs wait (only
-        it has the reason) or may be too new for the database. For such new jobs, one command that answers is enough."""
+        """Return the states of the jobs that Slurm's commands list. Run each further command only for jobs that the
+        earlier ones do not list, or whose state in the database is doubtful. squeue comes first if jobs wait (it has
+        the reason) or are too new for the database. For such new jobs, one command that answers is enough."""
         sources = [
             ("sacct", job_queries.sacct_command, job_queries.parse_sacct),
             ("squeue", job_queries.squeue_command, job_queries.parse_squeue),
