@@ -14,8 +14,8 @@ START_MARK = "holmes: start of job"  # starts a line of the batch script's log a
 
 
 def latest_attempt_log(run: RunDirectory) -> list[str] | None:
-    """Return the last lines that the latest attempt wrote into the batch script's log; None if the run's job has not
-    started yet, so that the log is an earlier job's."""
+    """Return the last lines that the latest attempt wrote into the batch script's log. Return None if the run's job has
+    not started yet; the log is then that of an earlier job."""
     lines = tail(run.logs / "batch.txt", 200)
     starts = [number for number, line in enumerate(lines) if line.startswith(START_MARK)]
     if not starts:
@@ -29,7 +29,7 @@ def latest_attempt_log(run: RunDirectory) -> list[str] | None:
 
 
 def end_messages(run: RunDirectory) -> str:
-    """Return slurmd's messages about the end of the run's job and srun's about its tasks; empty before its start."""
+    """Return slurmd's messages about the job's end, and srun's messages about its tasks; empty before the start."""
     batch_log = latest_attempt_log(run)
     return "" if batch_log is None else "\n".join([*batch_log, *tail(run.logs / "srun.txt", 200)])
 
@@ -40,8 +40,8 @@ def attempt_id(environ: Mapping[str, str]) -> str:
 
 
 def has_new_steps(run: RunDirectory, attempt: str) -> bool:
-    """Return whether the attempt with the id `attempt` made steps beyond those of every earlier one.
-    An attempt that rank 0 did not record made none."""
+    """Return whether the attempt with the id `attempt` made a step that no earlier attempt had made.
+    An attempt that rank 0 did not record has made none."""
     attempts = run.read_run()["attempts"]
     if not attempts or attempts[-1].get("start", attempt) != attempt:
         return False
@@ -51,7 +51,7 @@ def has_new_steps(run: RunDirectory, attempt: str) -> bool:
 
 
 def count_failures(run: RunDirectory, attempt: str) -> int:
-    """Return the number of failed attempts recorded for the job that the id `attempt` names."""
+    """Return the number of failed attempts recorded for the job to which the attempt with the id `attempt` belongs."""
     job_id, failed = attempt.partition("/")[0], [a for a in run.read_run()["attempts"] if a.get("ended") == "failed"]
     return sum(str(a.get("start", "")).partition("/")[0] == job_id for a in failed)
 
@@ -75,7 +75,7 @@ def last_step(run: RunDirectory) -> int | None:
 
 
 def last_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the last lines of metrics.jsonl that can be read, the last one first."""
+    """Yield as mappings those of the last lines of metrics.jsonl that can be read, the last line first."""
     for line in reversed(tail(path, 160)):
         try:
             data = from_json(line)
@@ -96,7 +96,7 @@ def last_metrics(run: RunDirectory) -> dict[str, Any]:
 
 
 def has_recorded_end(run: RunDirectory, attempt: str) -> bool:
-    """Return whether the latest attempt has the id `attempt` and a recorded end, which alone sets its key `start`."""
+    """Return whether the latest attempt has the id `attempt` and a recorded end. Only this sets its key `start`."""
     return any(a.get("start") == attempt for a in run.read_run()["attempts"][-1:])
 
 

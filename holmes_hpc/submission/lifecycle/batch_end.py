@@ -2,11 +2,11 @@
 ``python -m holmes_hpc.submission.lifecycle.batch_end RUN_DIR STATUS SIGNAL [--so-far|--again]``.
 
 It determines how the ranks ended, and requeues the job or writes result.json. Its exit code becomes the job's. A job is
-requeued after preemption, after its time limit, and after at most train.max_restarts failures. Its last
+requeued after preemption, after its time limit, and after at most train.max_restarts failures. In each case, its last
 attempt must have made a new step, unless Slurm itself requeues a preempted job.
 
-``--so-far``: the job was signalled and its ranks still run. A provisional result is written, in case the job is killed
-before the final one. ``--again``: the job was requeued and starts again, see :func:`check_requeued_job`.
+``--so-far``: the job received a signal and its ranks still run. Write a provisional result, because the job may be
+killed before the final one. ``--again``: the job was requeued and starts again, see :func:`check_requeued_job`.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
     the job's restarts so far."""
     if is_run_of_another_job(run, job_id):
         return status or 1
-    messages = end_messages(run) if job_id else ""  # else they are those of several jobs
+    messages = end_messages(run) if job_id else ""  # without an id, the logs are those of several jobs
     state = (read_cancellation(messages) or ending_state(job_id)) if status or signalled else None
     srun_errors = parse_srun_errors(messages, ranks_of_job(os.environ))
     result = build_result(run, status, signalled=signalled, slurm=state, srun_errors=srun_errors)
     attempt, is_preempted = f"{job_id}/{restarts}", state is not None and state.state == "PREEMPTED"
-    if result["state"] == "failed" and has_recorded_end(run, attempt):  # rank 0 requested the requeue that ended it
+    if result["state"] == "failed" and has_recorded_end(run, attempt):  # rank 0 requested a requeue, which ended it
         result |= {"state": "preempted", "error": "preempted", "failed_rank": None, "failed_node": None}
     known_attempt = attempt if job_id else attempt_id(os.environ)
     stop_reason = reason_to_stop(run, result["state"], known_attempt, slurm_requeues=is_preempted)

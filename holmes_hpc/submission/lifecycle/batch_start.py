@@ -24,8 +24,8 @@ from holmes_hpc.submission.lifecycle.status import job_of
 
 
 def prepare_run(directory: Path, plan_path: Path, max_restarts: int = 0, overrides: Sequence[str] = ()) -> RunDirectory:
-    """Create the run directory unless it exists, record the job's id, and return the directory.
-    Raise PlanError for an invalid plan, ConfigError for a bad override, RecordError for a bad directory."""
+    """Create the run directory unless it exists, record the job's id, and return the directory. Raise PlanError for an
+    invalid plan, ConfigError for a bad override, RecordError for a directory that cannot be used."""
     run, job_id = RunDirectory(directory), os.environ.get("SLURM_JOB_ID", "")
     with hold_submission_lock(directory, "the batch script"):
         if not run.exists():
@@ -55,7 +55,7 @@ def _check_earlier_job(run: RunDirectory, job_id: str) -> None:
 
 
 def _check_components(plan: Plan, where: str) -> None:
-    """Raise ConfigError if this job has other components, nodes or ranks per node than the plan (path: `where`)."""
+    """Raise ConfigError if this job's components, nodes or ranks per node are not the plan's (path: `where`)."""
     count = int(os.environ.get("SLURM_HET_SIZE") or 1)
     if "SLURM_JOB_ID" not in os.environ:
         return

@@ -1,4 +1,4 @@
-"""Creation and continuation of a run: the lock held while its job is submitted, its directory and its record."""
+"""Creation and continuation of a run: its directory and record, and the lock held while its job is submitted."""
 
 import contextlib
 import functools
@@ -40,8 +40,8 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
     is_new, hint = not path.exists(), "give a directory that you can create, on a file system all nodes share"
     with RecordError.instead_of(OSError, where=path, hint=hint):
         path.mkdir(mode=0o755, parents=True, exist_ok=True)
-    # Check again, with the files below: in a folder open to all, another user may have created it first. Pickles are
-    # run from `submission`, and run.yaml names commands; a copy of another user's run keeps its owners and modes.
+    # Check again, now with its files: in a folder open to all, another user may have created it first. The code of
+    # pickles in `submission` and commands in run.yaml are run. A copy of another user's run keeps its owners and modes.
     for name in sorted(OWN_FILES - {"checkpoints", "data"}):  # these hold no code, and may be on a group's file system
         refuse_other_writers(path / name)
     try:
@@ -59,7 +59,7 @@ def hold_submission_lock(path: Path, command: str) -> Iterator[int]:
 
 
 def files_without_lock(path: Path) -> list[str]:
-    """Return the sorted names of all files in `path` except the lock file; none if it is no directory."""
+    """Return the sorted names of all files in `path` except the lock file; empty if `path` is not a directory."""
     return sorted(name for name in os.listdir(path) if name != LOCK) if path.is_dir() else []
 
 
@@ -98,8 +98,8 @@ def create_run(
 
 
 def refuse_taken_name(config: Configuration) -> None:
-    """Raise RecordError if a run of this name has made a step; a run without steps may be replaced. ConfigError for a
-    name that cannot be used. Called before planning."""
+    """Raise RecordError if a run with this name has made a step, ConfigError for a name that cannot be used. A run
+    without steps may be replaced. Called before planning."""
     if config.name is None:
         return
     _check_name(str(config.name))
@@ -128,13 +128,13 @@ def package_versions() -> dict[str, str]:
 
 
 def _is_over(state: str) -> bool:
-    """Return whether a run whose state tables show as `state` has ended or was never submitted."""
+    """Return whether a run has ended or was never submitted. `state`: the run's state as tables show it."""
     return state in STATES or state == NOT_SUBMITTED.lower()
 
 
 def remove_unused_run(run: RunDirectory) -> None:
     """Empty the directory of a run that has no steps and no active job, so that a new run can take its name.
-    A directory that also has files of another origin stays as it is."""
+    If the directory also has files that are not a run's, leave all files in it."""
     if not run.exists() or run.metrics_bytes() or any(run.checkpoints.glob("*")):
         return
     state, names = run_status(run).state, files_without_lock(run.path)
@@ -148,8 +148,8 @@ def remove_unused_run(run: RunDirectory) -> None:
 
 
 def refuse_unless_ended(run: RunDirectory, state: str) -> None:
-    """Raise ConfigError if a run may be active. It may if a process holds its training lock, if its `state` (as in
-    tables) is not final, or if its state is unknown and a rank has no exit record."""
+    """Raise ConfigError if a run may be active: if a process holds its training lock, if its `state` (as tables show
+    it) is not final, or if the state is unknown and a rank has no exit record."""
     is_unknown = state == UNKNOWN.lower()
     if not is_unknown and not _is_over(state):
         problem, hint = f"the run is {state}", "wait for its end, or `holmes cancel` it"
@@ -174,8 +174,8 @@ def _all_ranks_exited(run: RunDirectory) -> bool:
 
 
 def remove_run(run: RunDirectory) -> None:
-    """Remove a run with its checkpoints, including those in `train.checkpoint_dir`.
-    Raise ConfigError if the run may be active, RecordError if its job is being submitted or others own its folders."""
+    """Remove a run with its checkpoints, including those in `train.checkpoint_dir`. Raise ConfigError if the run may be
+    active. Raise RecordError if its job is being submitted, or if another user owns its folders."""
     if other_owners(run.path):  # their links could lead to files of this user
         raise RecordError("it belongs to another user", where=str(run.path), hint="only its owner can remove it")
     with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")) as handle:
@@ -183,7 +183,7 @@ def remove_run(run: RunDirectory) -> None:
         checkpoints, linked_by_this_run = run.checkpoints.resolve(), _is_original(run)
         path = run.path.resolve()
         removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
-        path.rename(removed)  # at once, so that nobody resumes what is left, and no run that takes its place is removed
+        path.rename(removed)  # first, so that nobody resumes a part of the run, and no new run in its place is removed
         try:
             refuse_replaced(removed / LOCK, handle, path)
         except RecordError:
@@ -210,8 +210,8 @@ def _is_original(run: RunDirectory) -> bool:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The plan and the configuration with which a run continues. `recorded_config`: the configuration so far;
-    `missing_keys`: keys that run.yaml lacks, because an older version wrote it."""
+    """The plan and the configuration with which a run continues. `recorded_config`: the configuration before that;
+    `missing_keys`: keys that run.yaml lacks because an older version wrote it."""
 
     plan: Plan
     config: Configuration
@@ -222,8 +222,8 @@ class Continuation:
 def prepare_continuation(
     run: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None
 ) -> Continuation:
-    """Return the configuration and plan with which `run` continues. `state`: as tables show it; `plan_path`: of another
-    plan than its own.
+    """Return the configuration and plan with which `run` continues. `state`: the run's state as tables show it;
+    `plan_path`: file of another plan than the run's own, or None.
 
     Raise ConfigError if the run is active or has made all its steps, or if the plan is for another model or batch;
     PlanError if the plan is for another site; RecordError if run.yaml has no complete configuration."""

@@ -1,7 +1,7 @@
 """The rank whose failure ended a run, and its error, from the ranks' exit records and srun's error messages.
 
-A killed rank leaves no exit record. srun reports it (``srun: error: ib2: task 3: Killed``) before it kills the others.
-In a local job, the parent process of the ranks records their exit codes.
+A killed rank leaves no exit record. srun reports it (``srun: error: ib2: task 3: Killed``) before it kills the other
+ranks. In a local job, the parent process of the ranks records their exit codes.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from holmes_hpc.submission.executor.environment import ComponentRanks
 
 _TASK_ERROR = r"^(?:\d+: )?srun: error: ([^:\s]+): tasks? ([\d,\-\[\]]+): (.+?)\s*$"
 _SRUN_ERROR = re.compile(rf"{_TASK_ERROR}|^srun: error: Node failure on (\S+)\s*$", re.MULTILINE)
-MAX_TASKS = 10_000  # at most read from a message, because a rank can print one about any number of tasks
+MAX_TASKS = 10_000  # read from one message at most, because a rank can print one about any number of tasks
 _NODE_FAILED = "node failure"
-_BY_SIGNAL = "killed by signal"  # message for a local rank; the others in _SIGNALS are srun's most frequent ones
+_BY_SIGNAL = "killed by signal"  # message for a local rank; the other messages in _SIGNALS are srun's most frequent
 SIGKILL_CAUSES = "kill -9, or the kernel for lack of memory"
 _SIGNALS = (
     *(_BY_SIGNAL, "Killed", "Segmentation fault", "Aborted", "Bus error", "Floating point", "Out Of Memory"),
     *("Illegal instruction", "Hangup", "Interrupt"),
 )
-# Errors that a rank has because another one failed first.
+# Errors that a rank has because another rank failed first.
 _PEER_ERRORS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
 
 
@@ -53,11 +53,11 @@ class FailedRank:
 
 
 def parse_srun_errors(text: str, components: Sequence[ComponentRanks] = ()) -> list[FailedRank]:
-    """Return srun's errors about tasks in the order of `text`, in which tasks that srun terminated come last.
+    """Return srun's errors about tasks in the order of `text`. There, tasks that srun itself terminated come last.
 
     In a step over several components, srun counts tasks from 0 in each component (measured on 22.05). `components`
-    shows which one a node belongs to, so that the tasks become global ranks. If `text` reports a lack of memory, that
-    becomes the message of killed tasks."""
+    shows to which component a node belongs, so that task numbers can be converted to global ranks. If `text` reports
+    a lack of memory, this report becomes the message of killed tasks."""
     errors, memory = [], out_of_memory(text)
     for match in _SRUN_ERROR.finditer(text):
         if node := match[4]:
@@ -81,8 +81,8 @@ def failed_nodes(text: str) -> list[str]:
 
 
 def _global_ranks(first_node: str, tasks: list[int], components: Sequence[ComponentRanks]) -> list[int]:
-    """Return the global ranks of srun's task numbers on nodes. Numbers that do not fit the position of the first node
-    in its component are global already."""
+    """Return the global ranks for srun's numbers `tasks` of tasks, the first of which runs on `first_node`. Numbers
+    that do not fit the position of that node in its component are global ranks already."""
     for component in components:
         if first_node in component.nodes:
             counts_in_component = tasks[0] // component.tasks_per_node == component.nodes.index(first_node)
@@ -93,15 +93,15 @@ def _global_ranks(first_node: str, tasks: list[int], components: Sequence[Compon
 def find_failed_rank(
     exits: Sequence[Mapping[str, Any]], srun_errors: Sequence[FailedRank], ranks: int = 0, hosts: Sequence[str] = ()
 ) -> FailedRank:
-    """Return the rank that failed first, not one that failed because of it.
+    """Return the rank that failed first, not a rank that failed because of it.
 
-    `exits`: exit records by time; `ranks`: number of ranks; `hosts`: the host of each rank, as far as recorded. A rank
-    killed by a signal leaves no exit record, and other ranks record lost connections. So return the first of:
+    `exits`: exit records in order of time; `ranks`: number of ranks; `hosts`: the host of each rank, if recorded.
+    A rank killed by a signal leaves no exit record, and other ranks record lost connections. So return the first of:
 
-    1. the earliest recorded failure that is no lost connection
-    2. a task without an exit record that srun reports: preferably killed by a signal or on a failed node, but not
-       terminated by srun itself
-    3. a rank without an exit record, if others have one; its error includes the earliest recorded failure
+    1. the earliest recorded failure that is not a lost connection
+    2. a task without an exit record that srun reports, but did not terminate itself; preferably one that was killed by
+    a signal or was on a failed node
+    3. a rank without an exit record, if other ranks have one; its error includes the earliest recorded failure
     4. the earliest recorded failure
     5. srun's first error"""
     recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}

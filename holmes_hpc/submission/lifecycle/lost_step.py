@@ -1,8 +1,8 @@
 """The end of a step that Slurm lost: ``python -m holmes_hpc.submission.lifecycle.lost_step RUN_DIR RANKS SRUN``.
 
-If a slurmstepd is killed, its tasks run to their end, but srun waits for it until the time limit. The batch script
-starts this module beside srun, whose process id is SRUN. Once each rank has recorded its end and srun has had GRACE_S
-to notice, srun is killed.
+If a slurmstepd is killed, its tasks run to their end, but srun waits for the slurmstepd until the time limit. The batch
+script starts this module beside srun, whose process id is SRUN. GRACE_S after all RANKS ranks have recorded their ends,
+this module kills srun.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def exit_records(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the exit records of the latest attempt (while its ranks start: an earlier one's); none if unreadable."""
+    """Return the exit records of the latest attempt (at its start: an earlier one's); empty if unreadable."""
     with contextlib.suppress(HolmesError, OSError):
         return run.read_exits()
     return []

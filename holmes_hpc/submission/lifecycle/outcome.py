@@ -1,7 +1,4 @@
-"""The outcome of a run, from its exit status, the ranks' exit records, srun's errors and Slurm's state.
-
-One table maps the states of a Slurm job to those of a run.
-"""
+"""The outcome of a run, from its exit status, the ranks' exit records, srun's errors and Slurm's state."""
 
 import contextlib
 import errno
@@ -29,7 +26,7 @@ FINAL_FIGURES = (
     *("model_tflops_per_gpu", "hardware_tflops_per_gpu"),
 )
 _STEP = re.compile(r" step \d+: ")
-# Every final state of a job. If several map to one state of a run, the first one stands for it.
+# Every final state of a Slurm job. If several map to one run state, SLURM_STATES maps that state to the first.
 RUN_STATES: dict[SlurmState, RunState] = {
     "COMPLETED": "completed",
     "CANCELLED": "cancelled",
@@ -51,7 +48,7 @@ def run_state(slurm_state: SlurmState) -> RunState:
 
 
 class StateRow:
-    """A row of a table whose `state` is the run's (completed, failed, …) if it ended, else Slurm's in lower case."""
+    """A row of a table. `state`: the run's state (completed, failed, …) if it has ended, else Slurm's in lower case."""
 
     state: str
 
@@ -93,7 +90,8 @@ def build_result(
     srun_errors: Iterable[FailedRank] = (),
 ) -> dict[str, Any]:
     """Return the content of result.json for the latest attempt. `status`: exit status of the job's step, None if
-    unknown; `signalled`: the job received a signal; `slurm`: state of the job (no `source`: lost), None if unknown."""
+    unknown; `signalled`: whether the job received a signal; `slurm`: the job's state, without a `source` if Slurm lost
+    the job, None if unknown."""
     exits = run.read_exits()
     rank_states = [e.get("state") for e in exits]
     if status and set(rank_states) == {"completed"} and len(exits) >= _count_ranks(run):
@@ -125,7 +123,7 @@ def build_result(
 
 
 def _count_ranks(run: RunDirectory) -> int:
-    """Return how many ranks have a log, at most as many as the plan has: an earlier attempt may have had more."""
+    """Return the number of ranks with a log, limited to the plan's number: an earlier attempt may have had more."""
     logs = len(list(run.logs.glob("rank-*.txt")))
     with contextlib.suppress(HolmesError, OSError):
         return min(logs, Plan.read(run.plan_path).world_size)
@@ -135,15 +133,15 @@ def _count_ranks(run: RunDirectory) -> int:
 def _error_without_rank(
     run: RunDirectory, state: RunState, status: int | None, exits: Sequence[Mapping[str, Any]], is_local: bool
 ) -> str | None:
-    """Return why a run ended in `state` if no rank has an error; None if it completed. Without any log the likely cause
-    is that the nodes do not share the run directory. `exits`: the ranks' exit records, which may name a signal."""
+    """Return why a run ended in `state` if no rank has an error; None if it completed. If there is no log at all, the
+    nodes probably do not share the run directory. `exits`: the ranks' exit records, which may name a signal."""
     if state == "failed" and not any(run.logs.glob("rank-*.txt")) and not (run.logs / "batch.txt").exists():
         return f"no node wrote anything into {run.path}: is it on a file system that all nodes share?"
     unknown_cause = "the job ended before its batch script recorded the cause"
     if is_local and not exits:
         status, unknown_cause = None, f"the process that started the ranks ended without a record ({SIGKILL_CAUSES}?)"
     signals = [str(e["signal"]) for e in exits if e.get("signal")]
-    is_at_limit = is_local and f"SIG{USER_SIGNAL}" in signals  # submitit sends it to local jobs only then
+    is_at_limit = is_local and f"SIG{USER_SIGNAL}" in signals  # submitit sends it to local jobs only at the limit
     received = f"its ranks received {signals[0]}" if signals else state
     return {
         "completed": None,
@@ -153,7 +151,7 @@ def _error_without_rank(
 
 
 def _log_tail(run: RunDirectory, rank: int | None, state: str) -> list[str]:
-    """Return the last log lines of the failed rank, else of the batch script or of srun; none for a completed run."""
+    """Return the last log lines of the failed rank, or else of the batch script or srun; empty for a completed run."""
     if state == "completed":
         return []
     if rank is not None and (lines := last_log_lines(run.log_path(rank))):

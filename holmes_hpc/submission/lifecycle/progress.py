@@ -13,7 +13,7 @@ from holmes_hpc.submission.lifecycle.attempts import last_step, startup_phase
 from holmes_hpc.submission.lifecycle.outcome import quote_log, resume_advice
 from holmes_hpc.submission.lifecycle.status import Job, is_conclusive, is_outdated, record_end
 
-# The longest time without a line on the terminal: in the first EARLY_S after a change of state, and later.
+# The longest silence on the terminal: in the first EARLY_S seconds after a change of state, and later.
 EARLY_SILENCE_S, LATER_SILENCE_S, EARLY_S = 10.0, 30.0, 120.0
 SETTLE_S = 20  # from the end of the job in Slurm until result.json is visible on this machine
 

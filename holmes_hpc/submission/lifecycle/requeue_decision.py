@@ -1,4 +1,4 @@
-"""The decision whether a job is requeued at its end, and whether a requeued job continues."""
+"""The decisions whether a job is requeued at its end, and whether a requeued job continues."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ from holmes_hpc.submission.lifecycle.outcome import build_result
 
 
 def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeues: bool = False) -> str | None:
-    """Return why a job is not requeued after its attempt with the id `attempt` ended in `state`; None if it is.
+    """Return why a job is not requeued after the attempt with the id `attempt` ended in `state`; None if it is.
 
     Only failures count towards train.max_restarts. `slurm_requeues`: Slurm preempted the job and requeues it itself."""
     if state in ("completed", "cancelled"):
@@ -66,8 +66,8 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
 def watch_batch_script(run: RunDirectory) -> None:
     """Start a thread that requeues this job if its batch script is killed, unless :func:`reason_to_stop` has a reason.
 
-    Rank 0 calls this. When the script is killed, Slurm also sends rank 0 SIGTERM, and SIGKILL after KillWait. The
-    thread requeues at once, since rank 0 may be killed while it still saves its checkpoint."""
+    Rank 0 calls this. When the script is killed, Slurm also sends SIGTERM to rank 0, and SIGKILL after KillWait. The
+    thread requeues at once, because rank 0 may be killed before it has saved its checkpoint."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)  # gets a byte for each signal that has a handler

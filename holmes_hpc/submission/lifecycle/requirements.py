@@ -1,4 +1,4 @@
-"""Checks of what a rank needs: the version of Megatron-Core, the requested optimizer, and enough open files."""
+"""Checks of a rank's requirements: the version of Megatron-Core, the optimizer, and the number of open files."""
 
 import resource
 from functools import cache
@@ -53,7 +53,7 @@ def check_training(train: TrainConfig, plan: Plan) -> None:
 
 
 def allow_open_files(ranks: int) -> None:
-    """Raise the limit of open files to what one of `ranks` ranks needs. ConfigError if the hard limit is too low."""
+    """Raise the limit of open files to the need of one of `ranks` ranks. ConfigError if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 64 + 4 * ranks  # at least; 8 ranks on one machine opened 101 files each
     if soft != resource.RLIM_INFINITY and soft < needed:

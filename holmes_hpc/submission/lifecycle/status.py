@@ -36,8 +36,8 @@ _BAD_RECORD_ERRORS = (RecordError, TypeError, ValueError, AttributeError, KeyErr
 
 class SlurmJob:
     """A run's job on Slurm. `folder`: submitit's folder, ``submission/`` in the run directory; `members`: ids of all
-    jobs of a run whose components are jobs of their own. `expected_start`: as Slurm estimated it before the submission,
-    in Unix seconds; None without an estimate."""
+    jobs of the run, if its components are separate jobs. `expected_start`: Slurm's estimate of the start before the
+    submission, in Unix seconds; None without an estimate."""
 
     expected_start: float | None = None
 
@@ -71,7 +71,7 @@ class SlurmJob:
 class LocalJob:
     """A run's job on a machine without Slurm. Its id is the process id of submitit's controller, the ranks' parent.
     `started`: Unix seconds; `folder`: submitit's folder, by default ``submission/`` in the run directory; `child`:
-    submitit's job, if this process started it. Only that reaps the controller, which would stay a zombie."""
+    submitit's job, if this process started it. Only this object reaps the controller, which else stays a zombie."""
 
     expected_start: float | None = None
 
@@ -129,7 +129,7 @@ class LocalJob:
             problem = f"process {self._pid} may be another program: its command line does not name this run"
             hint = f"if the directory was moved meanwhile, end the process with `kill {self._pid}`"
             raise SubmissionError(problem, where=str(self._run.path), hint=hint)
-        if other_writers(self._folder) is None:  # else their links could redirect what root writes
+        if other_writers(self._folder) is None:  # otherwise their links could redirect what root writes
             self._cancelled.touch()
         children = psutil.Process(self._pid).children(recursive=True)
         os.kill(self._pid, signal.SIGTERM)  # the controller passes it on to the ranks
@@ -184,7 +184,7 @@ def _job_id(record: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class Status(StateRow):
-    """A row of `holmes status`. `reason`: Slurm's; `why`: the reason with the estimated start if the job waits, or what
+    """A row of `holmes status`. `reason`: Slurm's; `why`: the reason and the estimated start if the job waits, or what
     the job does before its first step; `source`: as in JobState; `step`, `loss`, `step_time_s`: of the last step."""
 
     name: str
@@ -256,8 +256,8 @@ def is_conclusive(result: Mapping[str, Any]) -> bool:
 
 
 def is_outdated(result: Mapping[str, Any] | None, last_step: int | None) -> bool:
-    """Return whether a result is missing, or a follower wrote it before the run's last step. A signalled job makes one
-    more step, and may be killed before its batch script writes the result."""
+    """Return whether a result is missing, or a follower (not the batch script) wrote it before the run's last step.
+    A signalled job makes one more step, and may be killed before its batch script writes the result."""
     return result is None or (result["writer"] == "follower" and (result["final"].get("step") or 0) < (last_step or 0))
 
 
@@ -298,8 +298,8 @@ def _number(value: Any, kind: type[T]) -> T | None:
 
 
 def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
-    """Write result.json for a job whose batch script did not, and return its content. `state`: the job's.
-    On a full disk, or if other users may write into the run directory, only return it."""
+    """Write result.json for a job whose batch script did not, and return its content. `state`: the job's state.
+    If the disk is full, or if other users may write into the run directory, only return the content."""
     code = state.exit_code if state.exit_code is not None else (0 if state.state == "COMPLETED" else None)
     srun_errors, local = list[FailedRank](), LocalExits()
     with contextlib.suppress(HolmesError, OSError):
@@ -311,7 +311,7 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     srun_errors += local.srun_errors(state.nodes)
     result = build_result(run, code, signalled=local.is_terminated, slurm=state, srun_errors=srun_errors)
     with contextlib.suppress(HolmesError):
-        if other_writers(run.path) is None:  # else their links could redirect what is written
+        if other_writers(run.path) is None:  # otherwise their links could redirect what is written
             run.write_result(result, writer="follower")
     return run.read_result() or {**result, "writer": "follower"}
 
@@ -341,7 +341,7 @@ def refuse_other_owner(record: Path, job: Job) -> None:
 
 
 def log_paths(run: RunDirectory) -> list[Path]:
-    """Return the paths of the run's logs: of the ranks in order, then of the batch script."""
+    """Return the paths of the run's logs: those of the ranks in order, then that of the batch script."""
     return [path for _, path in rank_logs(run)] + [p for p in (run.logs / "batch.txt",) if p.exists()]
 
 
