@@ -24,8 +24,8 @@ from holmes_hpc.submission.plan_job import RankTask
 
 
 class LocalRankTask(RankTask):
-    """A rank as a local process. It sets torchrun's variables, except an address: the ranks meet in the run directory.
-    `launch_id`: the same for all ranks of one start of the run."""
+    """A rank as a local process. It sets torchrun's variables except for the address, because local ranks rendezvous in
+    the run directory. `launch_id`: the same for all ranks of one start of the run."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any], launch_id: str) -> None:
         super().__init__(function, config)
@@ -61,8 +61,8 @@ def run_plan_locally(
     config: Mapping[str, Any],
     settings: SlurmSettings,
 ) -> Job:
-    """Start a plan's ranks as processes of this machine, which outlive this process. Return their job.
-    Every rank calls ``function(config)``. `run_dir`: directory of a created run; `settings`: group slurm."""
+    """Start a plan's ranks as processes of this machine, which outlive this process. Return their job. Every rank calls
+    ``function(config)``. `run_dir`: directory of an existing run; `settings`: configuration group slurm."""
     run = RunDirectory(Path(run_dir).absolute())
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.pool(c.pool).gres)

@@ -30,7 +30,7 @@ from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.attempts import START_MARK, attempt_id, has_new_steps, record_attempt_end
 
 _SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")  # srun's options of a step that outlives its nodes
-MAX_TIMEOUTS = 10**6  # for submitit; RankTask.checkpoint decides whether the job is requeued
+MAX_TIMEOUTS = 10**6  # no limit for submitit, because RankTask.checkpoint decides whether the job is requeued
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class PlannedJob:
 
 
 class RankTask:
-    """The callable that submitit runs in each task. It calls ``function(config)``, again in each attempt of the job.
+    """The callable that submitit runs in each task. It calls ``function(config)`` once in each attempt of the job.
     A HolmesError becomes a line of the log, without submitit's stack trace."""
 
     def __init__(self, function: Callable[[dict[str, Any]], Any], config: Mapping[str, Any]) -> None:
@@ -100,7 +100,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             node = (pool.node_gpus or pool.gpus_per_node, pool.node_cpus, pool.node_memory_gib)
             share = node_share(part.gpus_per_node, *node, exclusive=values.get("exclusive") is True)
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
-        if pool_settings.container is not None and pool_settings.python is None:  # the image's, or this Python
+        if pool_settings.container is not None and pool_settings.python is None:  # the image's Python, or this one
             values["python"] = "python3" if pool_settings.container else shlex.quote(sys.executable)
         values |= {
             "partition": part.partition or None,
@@ -115,7 +115,7 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
 
 
 def agent_components(parts: Sequence[ComponentRequest], spares: int) -> tuple[ComponentRequest, ...]:
-    """Return the requests of an elastic run: `spares` more nodes, and one task per node, with the CPUs of its ranks."""
+    """Return `parts` for an elastic run: with `spares` more nodes and one task per node, which has its ranks' CPUs."""
     return tuple(
         replace(
             part,
@@ -130,16 +130,16 @@ def agent_components(parts: Sequence[ComponentRequest], spares: int) -> tuple[Co
 
 
 def _joined_hosts(*host_lists: str | Sequence[str] | None) -> str | None:
-    """Return one host list of all `host_lists`; None if they are empty."""
+    """Return all `host_lists` joined into one host list; None if all are empty."""
     return ",".join(text if isinstance(text, str) else ",".join(text) for text in host_lists if text) or None
 
 
 class PlanExecutor(SlurmHetExecutor):
     """The executor for the job of a run: its ranks log to logs/rank-N.txt, and its batch script writes result.json."""
 
-    is_elastic = False  # agents and a coordinator start the ranks
-    member: int | None = None  # the component that the next job has, if each is a job of its own
-    leader = "%j"  # the id of the first of these jobs
+    is_elastic = False  # True: agents and a coordinator start the ranks
+    member: int | None = None  # index of the next job's component, if each component is a separate job
+    leader = "%j"  # the id of the first of these separate jobs
 
     def __init__(
         self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
@@ -194,7 +194,7 @@ class PlanExecutor(SlurmHetExecutor):
         end, lost = end_command(self.run_path), run_command("lifecycle.lost_step", self.run_path)
         again = f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || {end_command(self.run_path, "1", "")} --again || exit'
         mark = f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}"
-        if self.member is not None:  # all its jobs are one attempt, whose end the coordinator records
+        if self.member is not None:  # all jobs of the run are one attempt, whose end the coordinator records
             again = "export SLURM_RESTART_COUNT=0"
             mark = f'echo "holmes: job $SLURM_JOB_ID joins {self.leader}"' if self.member else mark
         return script_text(
@@ -234,7 +234,7 @@ def plan_executor(
     plan: Plan, run_dir: str | Path, settings: SlurmSettings, name: str | None = None, spares: int | None = None
 ) -> PlanExecutor:
     """Return the executor that submits `plan` as the run in `run_dir`. Its `job_script()` returns the batch script.
-    `spares`: of each component of an elastic run; None: the run is not elastic."""
+    `spares`: number of spare nodes of each component of an elastic run; None: the run is not elastic."""
     run, parts = RunDirectory(run_dir), plan_components(plan, settings)
     parts = parts if spares is None else agent_components(parts, spares)
     executor = PlanExecutor(run, parts, name or f"holmes-{run.name}", settings)
@@ -256,10 +256,10 @@ def submit_plan(
 ) -> SlurmHetJob:
     """Submit `plan` as a job in which every rank calls ``function(config)``. Return the job.
 
-    `run_dir`: directory of a created run (RunDirectory.create), whose run.yaml gets the job's id; `config` gets the
-    keys `plan_file` and `run_dir`; `name`: of the job, by default made from the run's; `throttle`: the limit on running
-    jobs of its sweep; `test`: False checks only that each component fits. If a component is infeasible or Slurm
-    refuses, raise SubmissionError; then there is no job."""
+    `run_dir`: directory of an existing run (RunDirectory.create), whose run.yaml gets the job's id; `config` gets the
+    keys `plan_file` and `run_dir`; `name`: the job's name, by default made from the run's; `throttle`: the limit on
+    running jobs of the job's sweep; `test`: False checks each component only by itself. If a component is infeasible or
+    Slurm refuses the job, raise SubmissionError, without a job."""
     run = RunDirectory(Path(run_dir).absolute())
     elastic = config.get("elastic", {})
     executor = plan_executor(plan, run.path, settings, name, elastic["spares"] if elastic.get("enabled") else None)

@@ -33,8 +33,8 @@ MIN_TIMEOUT_MIN = 5  # the least time limit of an estimate
 
 @dataclass(frozen=True)
 class QueueEstimate:
-    """The estimate for one plan. `start`, `end`: of its job, in Unix seconds, None if it cannot run; `reason`: why not;
-    `duration_s`: from start to end; `timeout_min`: the time limit that the estimate assumes for the job."""
+    """The estimate for one plan. `start`, `end`: of its job in Unix seconds, None if it cannot run; `reason`: why it
+    cannot; `duration_s`: seconds from start to end; `timeout_min`: assumed time limit of the job in minutes."""
 
     plan: Plan
     start: float | None
@@ -103,7 +103,7 @@ def slurm_start_time(requests: Sequence[ComponentRequest], timeout_min: int | st
 
 
 def expected_start(plan: Plan, settings: SlurmSettings) -> tuple[float | None, str]:
-    """Return when Slurm could start the job of `plan`, in Unix seconds if Slurm estimates it, and a text on it.
+    """Return (expected start of the job of `plan` in Unix seconds, None if Slurm estimates none; a text on the start).
     Raise SubmissionError as :func:`check_components` does."""
     requests = plan_components(plan, settings)
     check_components(requests, timeout_min=settings.timeout_min)
@@ -116,10 +116,10 @@ def expected_start(plan: Plan, settings: SlurmSettings) -> tuple[float | None, s
 
 
 def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) -> list[QueueEstimate]:
-    """Return the estimates of the plans in order of their end, those that cannot run last.
+    """Return the estimates of the plans in order of their end. Plans that cannot run come last.
 
     A plan's time limit is 1.5 times its predicted duration, at least MIN_TIMEOUT_MIN and at most the settings'
-    `timeout_min`. With a short one, Slurm may start the job in a gap between others."""
+    `timeout_min`. With a short time limit, Slurm may start the job in a gap between others."""
     estimates, max_minutes = [], minutes(settings.timeout_min)
     for plan in plans:
         start: float | None = None
@@ -140,8 +140,8 @@ def estimate_ends(plans: Sequence[Plan], steps: int, settings: SlurmSettings) ->
 
 
 def member_starts(estimates: Sequence[QueueEstimate], steps: int) -> tuple[dict[str, float], float] | None:
-    """Return the start of each pool of the largest plan, and the end of `steps` steps, if each pool is a job of its own
-    (elastic.members), in Unix seconds. None if a plan or a start is missing for a set of pools that would train."""
+    """Return ({pool: its start}, the end of `steps` steps), in Unix seconds, if each pool of the largest plan is a
+    separate job (elastic.members). None if a plan or a start is missing for a set of pools that would train."""
     by_nodes = {frozenset((c.pool, c.nodes) for c in e.plan.components): e for e in estimates}
     largest = max(by_nodes, key=lambda nodes: (len(nodes), sum(count for _, count in nodes)))
     single = {part: by_nodes.get(frozenset([part])) for part in largest}

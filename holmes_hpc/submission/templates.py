@@ -1,7 +1,7 @@
 """Batch scripts that users submit with sbatch themselves: those under slurm/, and one for any plan.
 
-They have the same text as the executor's. ``python -m holmes_hpc.submission.templates slurm`` writes those under
-slurm/, and a test compares them.
+Their text is made by the same function as the executor's. ``python -m holmes_hpc.submission.templates slurm`` writes
+the scripts under slurm/, and a test checks that they are up to date.
 """
 
 import re
@@ -28,8 +28,8 @@ _TABLE: dict[str, Any] = read_table(__file__)
 def plan_script(
     plan: Plan, plan_path: Path, run_dir: str, settings: SlurmSettings, overrides: Sequence[str], restarts: int = 0
 ) -> str:
-    """Return a batch script for a plan, which creates its run directory itself. Its own output goes into the folder in
-    which sbatch is called. `restarts`: train.max_restarts. Raise SubmissionError as :func:`plan_components` does."""
+    """Return a batch script for a plan. The script creates its run directory. Its output goes into the folder in which
+    sbatch is called. `restarts`: train.max_restarts. Raise SubmissionError as :func:`plan_components` does."""
     names = ("container", "timeout_min", "setup", "distribution")
     options: dict[str, Any] = {name: getattr(settings, name) for name in names}
     text = _script(plan_components(plan, settings), restarts=restarts, overrides=overrides, **options)
@@ -48,7 +48,7 @@ def _filled_in(text: str, usage: str, plan: str, python: str) -> str:
 
 
 def _quoted(value: str) -> str:
-    """Return `value` escaped for use between double quotes in a shell. Raise SubmissionError if it cannot be."""
+    """Return `value` escaped for use between double quotes in a shell. Raise SubmissionError if that is impossible."""
     if "}" in value or not value.isprintable():
         problem = f"the path {value!r} contains a brace or a control character"
         raise SubmissionError(problem, where="template", hint="use another path")
