@@ -26,9 +26,9 @@ WATCH_S = 1.5
 
 
 class Order(NamedTuple):
-    """The coordinator's answer to a beat. `start`: the number of the ranks' latest start, in which the node has the
-    ranks `first_rank` to `first_rank + ranks`; `hosts`: a host list for each component of the plan; `is_go`: start the
-    ranks now; `is_stop`: let them save and end after a step; `is_end`: the run is over."""
+    """The answer to a :class:`Beat`. `start`: number of the ranks' latest start; `first_rank`, `ranks`: first rank and
+    number of ranks on the agent's node in that start; `hosts`: a host list for each component of the plan; `is_go`:
+    start the ranks now; `is_stop`: let the ranks save and end after a step; `is_end`: the run is over."""
 
     start: int
     first_rank: int = 0
@@ -54,7 +54,7 @@ class Published(NamedTuple):
         return Client(self.address, "AF_INET", authkey=self.secret.encode())
 
     def may_live(self, timeout_s: float) -> bool:
-        """Return False if the coordinator's node answers that nobody listens."""
+        """Return False if the coordinator's node refuses the connection, so that no coordinator listens there."""
         with contextlib.suppress(OSError):
             try:
                 socket.create_connection(self.address, timeout_s).close()
@@ -64,22 +64,22 @@ class Published(NamedTuple):
 
 
 def is_kept_up(path: Path, published: Published) -> bool:
-    """Return whether `published` still touches its file at `path`. If so, this node is the one that is cut off."""
+    """Return whether the coordinator `published` still touches its file at `path`. If so, this node is cut off."""
     times = []
     for _ in range(2):
-        time.sleep(WATCH_S)  # first, so that a coordinator that is cut off has noticed it
-        with contextlib.suppress(OSError), path.open() as file:  # file servers show changes to who opens the file
+        time.sleep(WATCH_S)  # before the first look, so that a coordinator that is cut off has noticed that
+        with contextlib.suppress(OSError), path.open() as file:  # file servers show changes only to a new open
             times.append(os.fstat(file.fileno()).st_mtime_ns)
     return len(set(times)) == 2 and read_published(path) == published
 
 
 def published_path(folder: Path) -> Path:
-    """Return the path of the file that this attempt's coordinator publishes in the folder of submissions."""
+    """Return the path of the file, in the folder of submissions, that this attempt's coordinator publishes."""
     return attempt_path(folder, "coordinator.json")
 
 
 def listen(address: str, path: Path, node: str) -> tuple[Listener, bytes]:
-    """Return a listener on `address` of `node`, which is published at `path`, and its secret."""
+    """Listen on `address` of `node`, and publish that and a secret at `path`. Return the listener and the secret."""
     listener = Listener((address, 0), "AF_INET", backlog=128)
     published = Published((address, int(listener.address[1])), secrets.token_hex(32), node)
     write_whole(path, json.dumps(published) + "\n", OWNER_ONLY)

@@ -1,13 +1,13 @@
 """The coordinator of an elastic run: ``python -m holmes_hpc.submission.elastic.coordinator RUN_DIR SRUN``.
 
-It takes the place of a subshell of the batch script whose child is srun, with the process id SRUN. It decides
-(decision.py), and answers each beat of an agent with an order. Its exit status is that of the step.
+By exec, it replaces the subshell of the batch script that started srun, whose process id is SRUN. It decides
+(decision.py), and answers each :class:`Beat` of an agent with an :class:`Order`. Its exit status is that of the step.
 
 If its node is lost, the first agent that claims the next start of the ranks (claims.py) starts another coordinator,
-with ``0 START`` in the place of SRUN.
+with the arguments ``RUN_DIR 0 START``.
 
-If each component is a job of its own (members.py), each has such a program. The first one coordinates. The others wait
-for their srun.
+If each component is a separate job (members.py), each job runs this program. The one that claims start 1 coordinates.
+The others wait for their srun.
 """
 
 import contextlib
@@ -53,14 +53,14 @@ from holmes_hpc.submission.lifecycle.requeue_decision import reason_to_stop
 from holmes_hpc.waiting import wait_until
 
 INTERVAL_S = 0.1  # between decisions
-END_S = 3.0  # limit of the agents' and srun's end
-SIGNAL_S = 1.0  # limit of the time between Slurm's signals to a job's agents and to its batch script
-COUNT_S = 2.0  # between looks at the last step
+END_S = 3.0  # longest wait for the end of the agents, and of srun
+SIGNAL_S = 1.0  # longest time between Slurm's signals to a job's agents and to its batch script
+COUNT_S = 2.0  # between two reads of the last step's number
 
 
 class Coordinator:
-    """The coordinator of `run`, and its `state`. `plan`: of the first start; `claimed`: the last start that it has
-    claimed; `is_aside`: it leaves the agents to another coordinator."""
+    """The coordinator of `run`, with its `state`. `plan`: the plan of the first start; `claimed`: the last start that
+    it has claimed; `is_aside`: whether it leaves the agents to another coordinator."""
 
     def __init__(self, run: RunDirectory, state: State, planner: Planner, plan: Plan) -> None:
         self._run, self.state, self._is_over, self._lock = run, state, False, threading.Lock()
@@ -71,7 +71,7 @@ class Coordinator:
         self.is_handover, self._counted_at = False, 0.0
 
     def serve(self, connection: Connection, secret: bytes) -> None:
-        """Answer the beats of one agent until it ends or its node is lost."""
+        """Answer the beats of one agent until the agent ends or its node is lost."""
         node = ""
         with contextlib.suppress(OSError, EOFError, ValueError, AuthenticationError), connection:
             deliver_challenge(connection, secret)
@@ -80,7 +80,7 @@ class Coordinator:
                 beat = json.decode(connection.recv_bytes(MAX_BYTES), type=Beat)
                 with self._lock:
                     if not node and not self.state.admit(beat, time.monotonic()):
-                        return  # it tries again
+                        return  # the agent tries again
                     node = beat.node
                     self.state.heard_at[node], self.state.beats[node] = time.monotonic(), beat
                     order = self._order(node)
@@ -97,13 +97,13 @@ class Coordinator:
         return Order(*values, is_go=state.is_started, is_stop=state.is_changing, is_end=self._is_over)
 
     def step(self) -> int | None:
-        """Decide, and act. Return the exit status if the run is over, else None."""
+        """Make and carry out one decision. Return the exit status if the run is over, else None."""
         state, now = self.state, time.monotonic()
         with self._lock:
             is_first_failure = state.failed_at is None and any(state.codes().values())
         if is_first_failure:
             attempt, state.failed_at = attempt_id(os.environ), now
-            is_recorded = not has_recorded_end(self._run, attempt)  # else the last attempt is that of an earlier start
+            is_recorded = not has_recorded_end(self._run, attempt)  # else the last attempt is an earlier start's
             state.has_new_steps = is_recorded and has_new_steps(self._run, attempt)
             is_last = state.is_one_job or reason_to_stop(self._run, "failed", attempt) is not None
             state.may_restart = state.has_new_steps and not is_last
@@ -119,11 +119,11 @@ class Coordinator:
                 state.is_changing = True
                 log_batch_line(f"{decision.reason}: the ranks save and end")
             if decision.placement is not None:
-                if state.is_started or not self._ended:  # else they have ended before
+                if state.is_started or not self._ended:  # otherwise they ended before
                     self._ended = decision.ended
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
             missing_plans = state.missing_plans(now)
-        if decision.is_go:  # agents are answered while files are written
+        if decision.is_go:  # without the lock, so that agents get answers meanwhile
             self._go()
         elif decision.code and decision.reason:
             log_batch_line(f"{lost}: {decision.reason}")  # and the batch script treats it as the failure of a rank
@@ -140,14 +140,14 @@ class Coordinator:
         return self.state.is_isolated(time.monotonic()) or newest_claim(self._folder, self.claimed) > self.claimed
 
     def claim(self, start: int) -> bool:
-        """Claim a start of the ranks, or the end of the run, and those before it. Return False if one is another
-        coordinator's."""
+        """Claim the `start` of the ranks (or, by the next number, the end of the run) and all earlier ones. Return
+        False if another coordinator has claimed one of them."""
         while start > self.claimed and claim(self._folder, self.claimed + 1, self.state.gone):
             self.claimed += 1
         return self.claimed >= start
 
     def _change(self, cause: str, placement: Placement, plan: Plan | None) -> None:
-        """End the ranks. The next ones start in `placement`, with `plan` if there is another one."""
+        """End the ranks. Their next start uses `placement` and, unless it is None, the new `plan`."""
         state, self._plan = self.state, plan or self._plan
         new_nodes = compress(sorted(set(placement.nodes) - set(state.placement.nodes)))
         nodes = ", ".join(compress(part.nodes) for part in placement.planned)
@@ -158,7 +158,7 @@ class Coordinator:
         state.plan, state.is_changing = self._plan, False
 
     def _go(self) -> None:
-        """Let the ranks start. Before, write their plan, and record the end of the ranks' last start."""
+        """Record the end of the ranks' last start, write the plan of the next one, and let the ranks start."""
         if not self.claim(self.state.start):
             return
         if self.state.start > 1:
@@ -177,8 +177,8 @@ def first_state(
     settings: Mapping[str, Any],
     lost: Collection[str] = (),
 ) -> State:
-    """Return the state with `plan` on the first nodes of each component of the job; the others are spare.
-    `pools`: of the components; `settings`: the group elastic; `lost`: the nodes that were lost before a takeover."""
+    """Return the state with `plan` on the first nodes of each component of the job; its other nodes are spare.
+    `pools`: the components' pools; `settings`: configuration group elastic; `lost`: nodes lost before a takeover."""
     placement = place(plan, pools, [sorted(part.nodes, key=lost.__contains__) for part in job])
     heard_at = dict.fromkeys([node for part in job for node in part.nodes], time.monotonic())
     values = (float(settings["dead_s"]), heard_at, tuple(pools), int(settings.get("min_nodes", 1)))
@@ -187,16 +187,16 @@ def first_state(
 
 def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     """Serve the agents until the run is over. Return the step's exit status.
-    `srun`: its process id, 0 after a takeover, which has claimed `start`."""
+    `srun`: the process id of srun; 0 after a takeover, for which `start` was claimed."""
     folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
     member = own_member()
-    if srun and member is not None and not claim(folder, 1, ()):  # another member coordinates
+    if srun and member is not None and not claim(folder, 1, ()):  # another job's program coordinates
         if (run.read_result() or {}).get("writer") != "batch":
             return wait_for(srun)
         os.kill(srun, signal.SIGKILL)  # the run ended before this job was requeued
         return 0
     planner, path = Planner(run, os.environ[LEADER]), published_path(folder)
-    plan = planner.job_plan if srun else Plan.read(run.plan_path)  # a requeue brings back all nodes
+    plan = planner.job_plan if srun else Plan.read(run.plan_path)  # after a requeue, all nodes are back
     pools = [part.pool for part in planner.job_plan.components]
     if member is None:
         state = first_state(plan, pools, job, run.config["elastic"], () if srun else lost_before(folder, start))
@@ -208,7 +208,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
         lost = f", without {compress(sorted(state.gone))}" if state.gone else ""
         log_batch_line(f"lost the coordinator: node {node} takes its place{lost}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the agents and ranks of this job get it too
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm also sends it to this job's agents and ranks
     coordinator = Coordinator(run, state, planner, plan)
     coordinator.claimed = max(coordinator.claimed, int(member is not None))
     pool = pools[member] if member is not None else next(p for p, j in zip(pools, job, strict=True) if node in j.nodes)
@@ -223,7 +223,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     threading.Thread(target=accept, name="agents", daemon=True).start()
     code, step_code = None, 0
     while not coordinator.is_superseded() and (code := coordinator.step()) is None and not coordinator.is_handover:
-        path.touch()  # shows agents that lose their connection that the coordinator lives
+        path.touch()  # shows agents without a connection that the coordinator lives
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended and member is None:
@@ -246,8 +246,8 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
 
 
 def wait_for(srun: int, is_stopping: bool = False, code: int = 0) -> int:
-    """Wait for the end of the step, and return its exit status: `code` if it has ended (`srun` is 0). Requeue the job
-    if its agents ask for it and Slurm does not end the job itself. `is_stopping`: Slurm does."""
+    """Wait for the end of the step, and return its exit status, or `code` if it has ended (`srun` is 0). Requeue the
+    job if its agents ask for that, unless Slurm ends the job. `is_stopping`: whether Slurm has begun to end it."""
     signals = [signal.SIGTERM] * is_stopping
     signal.signal(signal.SIGTERM, lambda *_: signals.append(signal.SIGTERM))
     code = os.waitstatus_to_exitcode(os.waitpid(srun, 0)[1]) if srun else code
@@ -267,8 +267,8 @@ def leave_agents(coordinator: Coordinator, listener: Listener) -> None:
 
 
 def stand_aside(coordinator: Coordinator, listener: Listener) -> None:
-    """Leave the agents to another coordinator. Return when a job of all nodes ends: the end of the batch script would
-    end it."""
+    """Leave the agents to another coordinator. If all nodes are one job, return only when Slurm ends it, because the
+    end of the batch script would end the job."""
     log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
     leave_agents(coordinator, listener)
     while coordinator.state.is_one_job and not coordinator.state.is_stopping:
@@ -276,7 +276,7 @@ def stand_aside(coordinator: Coordinator, listener: Listener) -> None:
 
 
 def end_job(run: RunDirectory, code: int, state: State) -> int:
-    """Do what the batch script does at its end, and end the job, which goes on without it."""
+    """Record the run's end as the batch script does, and cancel the jobs that would go on. Return the exit code."""
     agents = [node for node in state.beats if node not in state.gone]
     wait_until(lambda: state.gone.issuperset(agents), END_S, INTERVAL_S)
     os.environ["SLURM_JOB_ID"] = os.environ[LEADER] if state.is_one_job else ""

@@ -16,8 +16,8 @@ SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be los
 REQUEUE = 75  # exit code of an agent whose job is to be requeued: it is preempted, or nears its limit and has trained
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
-Sizes = tuple[int, ...]  # numbers of nodes, one for each component of the job
-Plans = dict[Sizes, Plan | None]  # plans for so many nodes; None: there is none
+Sizes = tuple[int, ...]  # number of nodes of each component of the job
+Plans = dict[Sizes, Plan | None]  # plan for each such numbers of nodes; None: there is no plan
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,10 @@ def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> P
 
 @dataclass(frozen=True)
 class Beat:
-    """A message of a node's agent. `start`: the latest start of the ranks that it knows of; `running`: how many of that
-    start's ranks run on the node; `codes`: the exit code by rank of those that ended; `member`: the component whose job
-    the node belongs to, if each is a job of its own; `is_leaving`: this job is being ended."""
+    """A message from the agent of `node`. `start`: number of the latest start of ranks that the agent knows; `running`:
+    number of these ranks that run on the node; `codes`: {rank: exit code} of those that ended; `member`: index of the
+    component to whose job the node belongs, if each is a separate job; `is_leaving`: whether that job is being
+    ended."""
 
     node: str
     start: int = 0
@@ -97,13 +98,15 @@ class Beat:
 class State:
     """What the coordinator knows. Times are in seconds of one clock.
 
-    `heard_at`: of each node's last beat, of the job's start without one, -inf after its agent's end; `pools`: of the
-    job's components; `min_nodes`: with fewer nodes the run does not continue; `plans`: for fewer nodes, as far as they
-    are made; `start`: number of the latest start of the ranks; `is_started`: agents may start them; `gone`: nodes whose
-    agent has ended; `failed_at`: when the first rank of this start failed; `has_new_steps`: whether this start had made
-    any by then; `is_stopping`: the coordinator's job is being ended from outside; `is_takeover`: the agents had another
-    coordinator before; `plan`: the ranks' latest one, None before a change; `is_changing`: the ranks are told to save
-    and end; `may_restart`: the ranks may start again after this failure; `last_step`: of the run."""
+    `dead_s`: seconds of silence after which a node is lost; `heard_at`: time of each node's last beat, before the first
+    one that of the job's start, after its agent's end -inf; `pools`: the pools of the job's components; `min_nodes`:
+    minimum number of nodes with which the run continues; `plans`: plans made so far for fewer nodes; `start`: number of
+    the latest start of the ranks; `is_started`: whether agents may start these ranks; `gone`: nodes that are lost or
+    whose agent has ended; `failed_at`: time of this start's first failed rank; `has_new_steps`: whether this start had
+    made new steps by then; `is_stopping`: whether the coordinator's job is being ended from outside; `is_takeover`:
+    whether the agents had another coordinator before; `plan`: plan of the latest start, None before the first change;
+    `is_changing`: whether the ranks were told to save and end; `may_restart`: whether the ranks may start again after
+    this failure; `last_step`: number of the run's last step."""
 
     placement: Placement
     dead_s: float
@@ -180,10 +183,10 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next. `lost`: nodes to give up; `placement`: end all ranks, this is the next start's; `plan`: the next
-    start's, if it changes; `is_go`: start the ranks; `is_stop`: let them save and end; `is_handover`: leave the agents
-    to another coordinator; `code`: end the run with this exit status; `reason`: why; `ended`: why the ranks' last start
-    ended, for the record."""
+    """What to do next. `lost`: nodes to give up; `placement`: end all ranks, and start the next ones there; `plan`: new
+    plan of the next start; `is_go`: start the ranks; `is_stop`: let the ranks save and end; `is_handover`: leave the
+    agents to another coordinator; `code`: end the run with this exit status; `reason`: reason of the decision; `ended`:
+    why the ranks' last start ended, for the run's record."""
 
     lost: tuple[str, ...] = ()
     placement: Placement | None = None

@@ -27,11 +27,11 @@ ARRIVAL_S = 2.0  # between the arrivals of nodes whose jobs start together
 
 @dataclass
 class MemberState(State):
-    """What the coordinator knows if each component is a job of its own.
+    """What the coordinator knows if each component is a separate job; see :class:`State`.
 
-    `complete`: the planned number of nodes of each component; `min_fabrics`: with fewer components training does not
-    begin; `own_member`: the component whose job the coordinator belongs to; `decides_from`: before this time, agents
-    may still report; `steps`: of the run."""
+    `complete`: planned number of nodes of each component; `min_fabrics`: minimum number of components with which
+    training begins; `own_member`: index of the component to whose job the coordinator belongs; `decides_from`: time
+    before which it decides nothing, because other agents may still report; `steps`: number of the run's steps."""
 
     complete: Sizes = ()
     min_fabrics: int = 1
