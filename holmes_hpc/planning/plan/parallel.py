@@ -28,8 +28,8 @@ ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 @dataclass(frozen=True)
 class StageParallel:
-    """The `dp` replicas of one stage, of `tp` ranks each. Replicas that share a sequence (CP) count separately.
-    `weights`: the micro-batches of each replica, in proportion (empty: all the same)."""
+    """One stage: `dp` replicas of `tp` ranks each. Replicas that share a sequence (CP) count separately.
+    `weights`: the relative number of micro-batches of each replica (empty: all the same)."""
 
     tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
     dp: Annotated[int, key("replicas of the stage", ge=1)]
@@ -58,10 +58,9 @@ class Parallel(Checked, where="parallel", error=PlanError):
     `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
     blocks of ranks in a data-parallel group. Gradients are reduce-scattered inside a block and all-reduced across
     blocks (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
-    `cp`: consecutive replicas of a stage that share each sequence; what users set as DP excludes CP (:attr:`replicas`).
-    `ep`: consecutive ranks of a stage that together hold all experts; each expert is on one rank as a whole.
-    Layouts that are not uniform need the defaults of the fields in _UNIFORM_ONLY.
-    """
+    `cp`: number of consecutive replicas of a stage that share each sequence; what users set as DP excludes CP
+    (:attr:`replicas`). `ep`: number of consecutive ranks of a stage that together hold all experts; each expert is on
+    one rank. In layouts that are not uniform, the fields in _UNIFORM_ONLY must have their defaults."""
 
     stages: tuple[StageParallel, ...]
     cp: Annotated[int, key("context parallel", ge=1)] = 1
@@ -112,21 +111,21 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     @cached_property
     def is_even(self) -> bool:
-        """True if all stages have the same TP, DP and weights: a pipeline has one replica of each stage."""
+        """True if all stages have the same TP, DP and weights, so that a pipeline has one replica of each stage."""
         return all(stage == self.stages[0] for stage in self.stages)
 
     def is_grid(self, micro_batches: int) -> bool:
-        """Return whether every replica computes equally many of `micro_batches`: each rank has one pipeline then."""
+        """Return whether all replicas compute equally many of `micro_batches`, so that each rank has one pipeline."""
         return self.is_uniform and micro_batches % self.stages[0].dp == 0
 
     @property
     def tp(self) -> int:
-        """The TP of every stage. PlanError if stages differ."""
+        """The TP of every stage. Raise PlanError if stages differ."""
         return self._any_stage().tp
 
     @property
     def dp(self) -> int:
-        """The DP of every stage. PlanError if stages differ."""
+        """The DP of every stage. Raise PlanError if stages differ."""
         return self._any_stage().dp
 
     def _any_stage(self) -> StageParallel:
@@ -137,7 +136,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     @property
     def replicas(self) -> int:
-        """The replicas of every stage that compute different sequences: DP without the ranks that share one."""
+        """The number of replicas of every stage that compute different sequences: DP divided by CP."""
         return self.dp // self.cp
 
     @property
@@ -168,12 +167,12 @@ class Parallel(Checked, where="parallel", error=PlanError):
     @property
     def can_overlap(self) -> bool:
         """True if gradient and parameter collectives can overlap with compute.
-        In a pipeline, replicas must take turns: else one that finishes early would wait in a collective for others
-        that wait for its transfers."""
+        In a pipeline, they can only if replicas take turns. With weights, a replica that finishes early could wait in a
+        collective for other replicas that wait for its transfers."""
         return self.pp == 1 or not any(stage.weights for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data for checkpoints: the sizes of a uniform layout, else those of each stage."""
+        """Return plain data for checkpoints: the sizes of a uniform layout, otherwise the sizes of each stage."""
         if not self.is_uniform:
             stages = [asdict(stage) for stage in self.stages]
             order = {"order": self.order} if self.order != PIPELINE_ORDER else {}
@@ -181,7 +180,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return {"tp": self.tp, "pp": self.pp, "dp": self.replicas} | self.settings()
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields other than `stages`. Fields that older versions lack are left out at their defaults."""
+        """Return the fields other than `stages`, without those at their defaults that older versions lack."""
         return {k: v for k, v in asdict(self).items() if k != "stages" and v != {"ep": 1, "cp_comm": "ring"}.get(k)}
 
     def __str__(self) -> str:
@@ -216,11 +215,11 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return stage, *divmod(rank - self._first_ranks[stage], self.stages[stage].tp)
 
     def routes(self, micro_batches: int) -> tuple[tuple[int, ...], ...]:
-        """Return, per stage, the replica of each micro-batch of a step. PlanError if a replica gets none."""
+        """Return, per stage, the replica of each micro-batch of a step. Raise PlanError if a replica gets none."""
         return tuple(_route(stage, s, micro_batches) for s, stage in enumerate(self.stages))
 
     def pipeline_shares(self, ranks: Sequence[int], micro_batches: int) -> list[list[int]]:
-        """Return the micro-batches of each pipeline through each component. `ranks`: of each component."""
+        """Return, for each component, the micro-batches of each pipeline through it. `ranks`: the components' ranks."""
         counts = [count for _, count in sorted(Counter(self.routes(micro_batches)[0]).items())]
         if self.order == PIPELINE_ORDER:
             return [counts for _ in ranks]
@@ -236,10 +235,10 @@ _UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True}
 def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int, ...]:
     """Return the replica of each micro-batch.
 
-    Without weights, replicas take turns. With weights, the replicas' counts minimize the end of the last replica, and
-    micro-batches are ordered by their start if each replica computes without a pause. So every replica computes one of
-    the first micro-batches: all replicas of a stage gather parameters in their first passes together.
-    """
+    Without weights, replicas take turns. With weights, the replicas' numbers of micro-batches minimize the time at
+    which the last replica ends. The order of micro-batches is that of their starts if each replica computes without a
+    pause. Therefore each replica computes one of the first micro-batches, and all replicas of a stage gather parameters
+    together in their first passes."""
     problem = f"stage {stage} has {parallel.dp} replicas for {micro_batches} micro-batches a step"
     hint = "use fewer replicas, or a larger batch"
     PlanError.refuse("routing", (parallel.dp > micro_batches, problem, hint))
@@ -266,13 +265,14 @@ class Group:
 def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool = False) -> Iterator[Group]:
     """Yield every group of more than one rank that carries training traffic. `micro_batches`: number in the whole step.
 
-    The order is: world, tp, cp, dp (with its instances), ep, expt_dp, pipeline groups, embd, edges. `cp` exchanges keys
-    and values; `dp` is Megatron's dp (with cp). With experts, `ep` exchanges tokens, `expt_dp` reduces the experts'
-    gradients, and `tp_ep_pp` their norm. Several optimizer instances add `intra_dp` (reduce-scatter inside) and
-    `inter_dp` (all-reduce across). An `edge` is two ranks that exchange, the sender of activations first; interleaved
-    stages have a wrap-around edge. In a grid, `mp` carries the gradient norm, `pp` is a pipeline, and `embd` its first
-    and last rank. Otherwise the norm goes over `world`, and `embd` exists only if the embedding is `tied`: all ranks of
-    the first and last stage."""
+    The order is: `world`, the groups inside each stage, the groups across stages, the edges. Inside a stage: `tp`, `cp`
+    (exchanges keys and values), and `dp` (Megatron's dp with cp). Several optimizer instances add `intra_dp`
+    (reduce-scatter inside an instance) and `inter_dp` (all-reduce across instances). With experts, `ep` exchanges
+    tokens, and `expt_dp` reduces the experts' gradients. Across the stages of a grid, `mp` reduces the gradient norm,
+    `pp` is a pipeline, `embd` is its first and last rank, and `tp_ep_pp` reduces the norm of the experts' gradients. In
+    other layouts, `world` reduces the norm, and `embd` is all ranks of the first and last stage, if the embedding is
+    `tied`. An `edge` is two ranks that exchange, first the sender of activations; interleaving adds a wrap-around
+    one."""
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
     yield from _group("world", np.arange(parallel.world_size), tuple(range(pp)))
@@ -346,7 +346,7 @@ def indivisible_sizes(model: ModelSpec, tp: int) -> list[Case]:
 
 
 def tp_across_nodes(tp: int, ranks: int, where: str) -> Case:
-    """Return the error case of a node with `ranks` ranks that TP groups of `tp` do not fill."""
+    """Return the error case that TP groups of `tp` ranks do not fill a node with `ranks` ranks."""
     message = f"TP {tp} does not divide {ranks} GPUs per node"
     return ranks % tp, message, "keep tensor parallelism inside a node", where
 

@@ -14,10 +14,10 @@ from holmes_hpc.schema import Checked, check, key
 
 @dataclass(frozen=True)
 class Schedule(Checked, where="schedule", error=PlanError):
-    """A pipeline schedule. `kind`: one of SCHEDULE_NAMES.
-    `in_flight`: per stage, the most micro-batches whose activations it holds (chunk passes if interleaved).
-    With zero_bubble, per stage, `deferred`: the backward passes by which weight passes lag behind; `final`: the weight
-    passes left for the end of the step."""
+    """A pipeline schedule. `kind`: one of SCHEDULE_NAMES. The other fields have one number per stage. `in_flight`: the
+    most micro-batches whose activations it holds (chunk passes if interleaved). Only with zero_bubble: `deferred`: the
+    number of backward passes by which weight passes lag behind; `final`: the number of weight passes left for the end
+    of the step."""
 
     kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULE_NAMES)]
     in_flight: tuple[int, ...]
@@ -36,8 +36,8 @@ class Schedule(Checked, where="schedule", error=PlanError):
 
 @dataclass(frozen=True)
 class Component(Checked, where="component {0.pool}", error=PlanError):
-    """One component of the heterogeneous job: `nodes` of one pool with the pipeline `stages` (all if hierarchical).
-    The plan fills in partition, constraint, fabric and stages."""
+    """One component of the heterogeneous job: `nodes` nodes of one pool, which hold the pipeline `stages` (all stages
+    in a hierarchical plan). :class:`Plan` fills in partition, constraint, fabric and stages."""
 
     partition: str
     constraint: str
@@ -54,8 +54,8 @@ class Component(Checked, where="component {0.pool}", error=PlanError):
 
 @dataclass(frozen=True)
 class Stage:
-    """A pipeline stage: `layers` transformer layers, divided into `chunks` (one per virtual stage).
-    The plan fills in `pool` and its `fabric`; if a hierarchical plan has the stage in several pools, the first one."""
+    """A pipeline stage: `layers` transformer layers, divided into `chunks` (one per virtual stage). :class:`Plan` fills
+    in `pool` and `fabric`. If a hierarchical plan has the stage in several pools, they are those of the first one."""
 
     pool: str = ""
     layers: Annotated[int, key("transformer layers", ge=0)] = 0
@@ -81,10 +81,9 @@ def lacks_layers(chunks: Sequence[Sequence[int]]) -> bool:
 class Predicted(Checked, where="predicted", error=PlanError):
     """The predicted performance of a plan. Times in seconds.
 
-    `nic_bytes_per_step`: fabric name or ``ethernet`` -> payload bytes that all nodes together send over such NICs.
+    `nic_bytes_per_step`: {fabric name or ``ethernet``: payload bytes that all nodes together send over such NICs}.
     `breakdown`: seconds of the step by part, for the stage that computes longest. `interval_s`: the 90% interval (low,
-    high) of the step time, if known. `share_of_limit`: throughput over that of a step in which no rank waits.
-    """
+    high) of the step time, if known. `share_of_limit`: ratio of the throughput to that of a step without waiting."""
 
     step_time_s: float
     samples_per_s: float
@@ -106,7 +105,7 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
 
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for settings that experts or context parallelism do not support. `sizes`: an object with `tp`,
-    `ep`, `cp` (each None: 1) and `cp_comm`. `used`: {feature that neither supports: whether it is used}."""
+    `ep`, `cp` (None means 1) and `cp_comm`. `used`: {feature that neither supports: whether it is used}."""
     PlanError.refuse("plan.ep", *_expert_and_context_mistakes(model, sizes, used))
 
 

@@ -41,14 +41,14 @@ from holmes_hpc.records.files import write_whole
 from holmes_hpc.schema import check, key
 from holmes_hpc.slurm.hostlist import expand
 
-CONTROL = "control"  # the kind of the entry of transports for traffic of all ranks in host memory
+CONTROL = "control"  # kind of the transport entry for traffic of all ranks in host memory
 
 
 @dataclass(frozen=True)
 class Plan:
     """The complete description of a run, made by the planner or by hand, and checked on creation.
 
-    The plan itself fills in each component's partition, constraint, fabric and stages, and each stage's pool.
+    The plan fills in each component's partition, constraint, fabric and stages, and each stage's pool and fabric.
     """
 
     strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
@@ -64,7 +64,7 @@ class Plan:
     edge_dtype: Annotated[str, key("type of activations on TCP edges", one_of=EDGE_DTYPES)] = "same"
     edge_connections: Annotated[int, key("TCP connections for each activation", ge=1)] = 1
     transport_mode: Annotated[str, key("rule for the network of each group", one_of=TRANSPORT_MODES)] = "holmes"
-    # Emulated compute holds for the prediction and for the run.
+    # Emulated compute applies to the prediction and to the run.
     pace_layer_ms: Annotated[float | None, key("emulated forward time of a layer", unit="ms", gt=0)] = None
     grad_dtype: Annotated[str | None, key("type of gradient sums; null: fp32", one_of=GRAD_DTYPES)] = None
     predicted: Predicted | None = None
@@ -213,14 +213,14 @@ class Plan:
 
     @property
     def unused(self) -> dict[str, int]:
-        """Pool -> nodes that the plan leaves idle."""
+        """{Pool: number of its nodes that the plan leaves idle}."""
         used = {c.pool: c.nodes for c in self.components}
         idle = {f.name: f.nodes - used.get(f.name, 0) for f in self.site.pools}
         return {name: nodes for name, nodes in idle.items() if nodes}
 
     @property
     def other_architectures(self) -> dict[str, tuple[str, str]]:
-        """Pool in use -> (CPU architecture, the site's assumption about it), if it differs from that of most nodes."""
+        """{Pool in use: (CPU architecture, the site's assumption on it)}, if it is not that of most nodes."""
         matches = [match for match in map(OTHER_ARCHITECTURE.match, self.site.assumptions) if match]
         pools = [self.site.pool(c.pool) for c in self.components]
         return {p.name: (m[2], m.string) for p in pools for m in matches if {*expand(m[1])} & {*p.node_names}}
@@ -231,22 +231,22 @@ class Plan:
 
     @cached_property
     def parts(self) -> Batch:
-        """The batch as its ranks hold it: parts of sequences, if several ranks share one."""
+        """The batch as ranks hold it: with parts of sequences if several ranks share a sequence."""
         return self.batch.split(self.parallel.cp, self.parallel.cp_comm == "a2a")
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """True if stages differ in TP or DP, or replicas of a stage in the number of micro-batches."""
+        """True if stages differ in TP or DP, or if replicas of a stage differ in their number of micro-batches."""
         return not self.parallel.is_grid(self.parts.micro_batches(1))
 
     @property
     def micro_batches(self) -> int:
-        """The micro-batches per pipeline and step; of the whole step if the plan has per-stage TP/DP."""
+        """The number of micro-batches per pipeline and step or, with per-stage TP/DP, of the whole step."""
         return self.parts.micro_batches(1 if self.is_per_stage else self.parallel.dp)
 
     @cached_property
     def order(self) -> Order:
-        """The order in which each stage, or with per-stage TP/DP each replica, computes its passes."""
+        """The order in which each stage (with per-stage TP/DP: each replica) computes its passes."""
         p = self.parallel
         if self.is_per_stage:
             return Order.per_stage(p.routes(self.micro_batches), self.schedule.in_flight)

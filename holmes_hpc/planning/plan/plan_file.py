@@ -79,8 +79,8 @@ def digest(plan: Any) -> str:
     """Return twelve hex digits that identify what a plan runs.
 
     They are computed as if the plan were written as plan.yaml of version 1 (uniform) or 2 (per-stage TP/DP), without
-    the transport entry of kind `control`, which the oldest plan files lack. So an equal plan has the same digits in
-    every release.
+    the transport entry of kind `control`, which the oldest plan files lack. Therefore, equal plans have the same digits
+    in every release.
     """
     data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
     data["version"] = PER_STAGE if plan.is_per_stage else UNIFORM
@@ -105,7 +105,7 @@ def to_yaml(plan: Any) -> str:
 
 
 def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
-    """Return {key: the names of the derived keys inside it}; _ENTIRE_VALUE if its whole value is derived."""
+    """Return {key: the names of the derived keys inside its value}; _ENTIRE_VALUE if the whole value is derived."""
     chunks = "chunks" if plan.parallel.virtual_stages == 1 else "layers"
     return {
         "parallel": ("tp", "pp", "dp"),
@@ -117,7 +117,7 @@ def _derived_names(plan: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _pick(value: Any, names: Sequence[str], keep: bool) -> Any:
-    """Return a mapping, or each mapping in a list, with only the keys in `names` (`keep`), or without them."""
+    """Return a mapping, or a list of mappings, with only the keys in `names` if `keep`, otherwise without them."""
     if isinstance(value, list):
         return [_pick(item, names, keep) for item in value]
     return {k: v for k, v in value.items() if (k in names) == keep} if isinstance(value, Mapping) else value
@@ -139,7 +139,7 @@ def _merged(data: Any, derived: Any) -> Any:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """Return the plain data of a file. PlanError if it is missing or not YAML."""
+    """Return the plain data of a file. Raise PlanError if it is missing or not YAML."""
     errors, hint = (yaml.YAMLError, UnicodeDecodeError), "make it again with `holmes plan`"
     not_yaml = PlanError.instead_of(*errors, where=path, hint=hint, what="not YAML:")
     with PlanError.instead_of(OSError, where=path, hint="make it with `holmes plan -o plan.yaml`"), not_yaml:
@@ -171,7 +171,7 @@ def from_dict(cls: type[P], data: Any, where: str) -> P:
 
 
 def _stored_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a plan without derived keys; derived keys of components are emptied."""
+    """Return the fields of a plan without derived keys. Derived keys of components are set to empty values."""
     values = {k: v for k, v in flat.items() if k not in ("version", "unused", "transports", "routing")}
     stages, components = values.get("stages"), values.get("components")
     values |= {"parallel": _parallel(flat), "site": with_pools(values.get("site"))}
@@ -205,7 +205,7 @@ class _Routing(Checked, where="routing", error=PlanError):
 
 
 def _parallel(flat: Mapping[str, Any]) -> Parallel:
-    """Return the layout of the keys `parallel`, `stages` and `routing`."""
+    """Return the layout that the keys `parallel`, `stages` and `routing` describe."""
     parallel, stages = flat.get("parallel") or {}, flat.get("stages")
     if not isinstance(parallel, Mapping):
         raise PlanError(f"parallel is {parallel!r:.60}", where="parallel", hint="give its keys: tp, dp, …")

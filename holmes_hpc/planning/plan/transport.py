@@ -1,4 +1,4 @@
-"""The transport of each process group: the node itself, RDMA or TCP. Decided only here."""
+"""The transport of each process group: inside a node, RDMA or TCP. Only this module decides it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TCP = Transport("tcp", NicType.ETHERNET)
 class GroupTransport:
     """The transport of one concrete group, with its global ranks and stages.
 
-    `kind`: Megatron-Core's name, ``edge``, or ``control``: traffic of all ranks in host memory, if any rank has a GPU.
+    `kind`: Megatron-Core's name, ``edge``, or ``control`` (traffic of all ranks in host memory, if any rank has a GPU).
     Gloo groups of fewer ranks have no entry, but their transport follows the same rule.
     """
 
@@ -59,8 +59,8 @@ class TransportRule:
     """The rule that picks the transport of each group of a job, for the plan, its cost model and training.
 
     `mode`: ``holmes`` (the best transport that the group's members share) or ``single`` (plain Megatron-LM: the best
-    that all ranks share, except inside a node). `pools`: of the job; `one_node`: whether it has only one node.
-    """
+    that
+    all ranks share, except inside a node). `pools`: the job's pools; `one_node`: whether the job has only one node."""
 
     site: Site
     mode: str
@@ -100,5 +100,5 @@ class TransportRule:
 
     @cached_property
     def _inside(self) -> dict[str, Transport]:
-        """The transport between nodes of each pool."""
+        """{Pool: the transport between its nodes}."""
         return {p.name: Transport("rdma", p.nic, p.fabric_name) if p.nic.rdma else TCP for p in self.site.pools}

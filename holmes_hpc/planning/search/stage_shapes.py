@@ -1,9 +1,9 @@
 """Shapes of per-stage TP/DP layouts: the nodes and the TP of each stage, with the shortest estimated steps.
 
-The longest time tau that any stage computes in a step (its share of the micro-batches times its layers) decides how
-good a shape is. For each limit on tau in a series, dynamic programming over each pool's nodes finds how many layers k
-stages can compute in that time. Each choice of stage counts per pool gets the least tau in which all layers are
-computed. Filling and draining the pipeline adds to the step.
+The longest time tau that any stage computes in a step (its micro-batches times its layers) decides how good a shape is.
+For each limit on tau in a series, dynamic programming over a pool's nodes finds how many layers k stages on the pool
+can compute within the limit. Each choice of stage counts per pool gets the least limit within which its stages compute
+all layers. The time to fill and drain the pipeline adds to the step.
 """
 
 from collections import Counter
@@ -38,28 +38,27 @@ from holmes_hpc.planning.search.stage_lists import (
     stage_orders,
 )
 
-TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each tau to the one before, and of the last of a choice to its first
-MAX_TAU_RANGE = 8.0  # ratio of the last tau of all choices of pools to the first
-MAX_CHOICES = 16  # of pools, besides all of them
+TAU_STEP, TAU_RANGE = 1.006, 1.8  # ratio of each limit on tau to the previous one, and of a choice's last to its first
+MAX_TAU_RANGE = 8.0  # ratio of the last limit on tau to the first
+MAX_CHOICES = 16  # choices of pools to search, besides all pools
 MAX_STAGES = 12  # on one pool
 MAX_COMBINATIONS = 8000  # of stage counts of all pools
-EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP that come first, up to this many times the best estimate
-MAX_SHAPES = 24  # of one micro-batch size, recomputation and choice of TPs
+EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP to put first, up to this ratio to the best
+MAX_SHAPES = 24  # shapes of one micro-batch size, recomputation and choice of TPs
 
-MAX_LISTED = 3000  # up to this number of lists of stages, in every order, all are estimated
+MAX_LISTED = 3000  # if at most this many lists of stages exist (in every order), all are estimated
 FORWARD = 1 / 3  # the share of the forward pass in a layer's seconds
-NIC_WAIT = 1.3  # the time of a NIC that sends all the time over that of its bytes: it also waits for other nodes
-MAX_RATIO, BISECTION_STEPS = 64, 14  # the longest estimate over the least tau; steps of a bisection
+NIC_WAIT = 1.3  # ratio of a busy NIC's time to that of its bytes, because it also waits for other nodes
+MAX_RATIO, BISECTION_STEPS = 64, 14  # ratio of the longest estimate to the least tau; steps of the bisection
 
 TpChoice = Mapping[int, tuple[int, ...]]  # pool -> the TPs that its stages may have
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The nodes and the TP of each stage. `stages`: (index of the pool, nodes, TP), pool after pool.
+    """The nodes and the TP of each stage. `stages`: (index of the pool, nodes, TP) of each stage, pool by pool.
 
-    `estimate`: seconds of the step, good enough to rank shapes.
-    """
+    `estimate`: seconds of the step, good enough to rank shapes."""
 
     micro_size: int
     recompute: str
@@ -68,11 +67,11 @@ class Shape:
     estimator: "_ShapeEstimator" = field(repr=False, compare=False)
 
     def neighbours(self) -> "list[Shape]":
-        """Return the shapes one change away, the shortest estimate first."""
+        """Return the shapes with one change on a pool (see stage_lists), the shortest estimate first."""
         return self._with_stages(neighbours(self.stages))
 
     def on_other_pools(self) -> "list[Shape]":
-        """Return the shapes on one pool less or more, the shortest estimate first."""
+        """Return the shapes on one pool fewer or one more, the shortest estimate first."""
         return self._with_stages(other_pools(self.stages, self.estimator.single_stages()))
 
     def _with_stages(self, lists: Iterable[Stages]) -> "list[Shape]":
@@ -82,11 +81,11 @@ class Shape:
 
 
 def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
-    """Return the shapes whose step is estimated to take at most `max_s` seconds, in three groups, the shortest first.
+    """Return the shapes whose estimated step takes at most `max_s` seconds: three groups, each with the shortest first.
 
-    The groups are: the best on each set of pools, because an estimate ignores much of what a set costs; the best few
-    with one TP for all stages, because estimates of unequal TPs are too short; and the others.
-    """
+    The first group has the best shape on each set of pools, because an estimate ignores much of what a set costs. The
+    second has the best few shapes with one TP for all stages, because estimates of unequal TPs are too short. The third
+    has all other shapes."""
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
     available = available_pools(problem.site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
@@ -124,8 +123,8 @@ class _ShapeEstimator:
     def _stage(self, pool: int, tp: int) -> tuple[np.ndarray, np.ndarray, float]:
         """Return the costs of a stage with TP `tp` on 1 to N nodes of a pool.
 
-        They are (seconds of a step per layer, (N,); layers that fit in memory, (N,); seconds of a layer for one
-        micro-batch).
+        They are (seconds of a step per layer, (N,); number of layers that fit in memory, (N,); seconds in which a layer
+        computes one micro-batch).
         """
         available, costs = self.available[pool], self.costs_by_tp[tp]
         index, replicas_per_node = self._index(pool, tp), available.gpus_per_node // tp
@@ -155,13 +154,13 @@ class _ShapeEstimator:
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
-        """The :meth:`_stage` of each pool and TP that divides its nodes."""
+        """{(pool, TP): result of :meth:`_stage`}, for each TP that divides the GPUs of the pool's nodes."""
         pairs = product(range(len(self.available)), self.costs_by_tp)
         return {(f, tp): self._stage(f, tp) for f, tp in pairs if self.available[f].gpus_per_node % tp == 0}
 
     @cached_property
     def _tables(self) -> dict[tuple[int, tuple[int, ...]], StageTable]:
-        """The table of each pool and choice of TPs: each TP alone, and all of them."""
+        """{(pool, TPs): table}, for each single TP and for all TPs together."""
         tables, stages = {}, self._max_stages(min(2, len(self.available)))
         for f, available in enumerate(self.available):
             per_tp = {tp: costs for (g, tp), costs in self._stage_costs.items() if g == f}
@@ -171,16 +170,16 @@ class _ShapeEstimator:
         return tables
 
     def _max_stages(self, pools: int) -> int:
-        """Return the most stages on one of `pools` pools."""
+        """Return the maximum number of stages on each pool of a choice of `pools` pools."""
         return min(MAX_STAGES, self.model.layers, int(MAX_COMBINATIONS ** (1 / pools)) - 1)
 
     @cached_property
     def _needed_layers(self) -> int:
-        """The layers that all stages compute together; the output layer counts as the layers that take as long."""
+        """The number of layers that all stages compute together. The output layer counts as layers of the same time."""
         return self.model.layers + int(min(c.head_s / min(c.layer_s_list) for c in self.costs_by_tp.values()))
 
     def _least_s(self, pools: Sequence[int]) -> float:
-        """Return the seconds of all layers, divided perfectly, on all nodes of some pools."""
+        """Return the seconds of a step in which all nodes of some pools compute, with layers divided perfectly."""
         layers_per_s = sum(
             max(
                 (
@@ -202,7 +201,7 @@ class _ShapeEstimator:
         return np.asarray(least * TAU_STEP ** np.arange(1 + int(np.log(largest) / np.log(TAU_STEP))))
 
     def shapes(self) -> list[Shape]:
-        """Return all shapes if they are few, else the best of each choice of TPs, with several orders of the stages."""
+        """Return all shapes if they are few, else the best for each choice of pools and TPs in several stage orders."""
         if not self.costs_by_tp:
             return []
         lists = self._all_lists()
@@ -213,7 +212,8 @@ class _ShapeEstimator:
         return [shape for shape in shapes if shape.estimate < inf]
 
     def _pool_choices(self) -> list[tuple[int, ...]]:
-        """Return the choices of pools to search: all, and the most promising pools, fabrics and pairs of either."""
+        """Return the choices of pools to search: all, and the most promising pools, fabrics and pairs of pools or
+        fabrics."""
         indices = tuple(range(len(self.available)))
         if any(a.is_fixed for a in self.available):
             return [indices]
@@ -235,8 +235,8 @@ class _ShapeEstimator:
     def _tp_choices(self, pools: tuple[int, ...]) -> list[TpChoice]:
         """Return the TPs to search for the stages on each pool.
 
-        On up to two pools, all combinations of one TP and all TPs; on more, each TP on all pools, and all TPs.
-        """
+        On up to two pools, they are all combinations of one TP or all TPs per pool. On more pools, they are each TP on
+        all pools, and all TPs on all pools."""
         all_tps = self._all_tps(pools)
         if len(all_tps) <= 2:
             sets = ([tps for g, tps in self._tables if g == f] for f in all_tps)
@@ -256,8 +256,8 @@ class _ShapeEstimator:
                 ]
 
     def _combinations(self, tp_choice: TpChoice) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the possible combinations of stages on each pool, (n, P), each with the index of its limit on tau and
-        the estimated seconds of its step, (n,) each."""
+        """Return n possible combinations: the number of stages on each of P pools, (n, P); the index of each
+        combination's limit on tau, (n,); and the estimated seconds of its step, (n,)."""
         tables = [self._tables[f, tps] for f, tps in tp_choice.items()]
         first = int(np.searchsorted(self.stage_time_limits, self._least_s([*tp_choice]) * (1 - 1e-9)))
         window = slice(first, first + 1 + int(np.log(TAU_RANGE) / np.log(TAU_STEP)))
@@ -304,17 +304,17 @@ class _ShapeEstimator:
         return [(f, self.available[f].nodes, tp) for f, tp in self._stage_costs]
 
     def is_allowed(self, stages: Stages) -> bool:
-        """Return whether the options allow such stages."""
+        """Return whether the options allow these stages."""
         return bool(is_allowed(self.options, self.model.layers, len(stages), len(pools_of(stages))))
 
     def estimate(self, stages: Stages) -> float:
         """Return the estimated seconds of the step; infinite if the layers do not fit, or if it exceeds `max_s`.
 
-        For a given step time, stage after stage gets as many layers as it can compute, from the arrival of the first
-        micro-batch until the last gradients must leave. The estimate is the least time that assigns all layers. A stage
-        with more replicas than one above waits until that one has computed a micro-batch for each replica. If all
-        transfers of one node take longer, they count instead.
-        """
+        For a given step time, each stage in turn gets as many layers as it can compute between the arrival of its first
+        micro-batch and the time at which its last gradients must leave. The estimate is the least step time in which
+        all layers are assigned, or the time of all transfers of one node if that is longer. If a stage has more
+        replicas than a stage above it, it waits until that stage has computed a micro-batch for each of its
+        replicas."""
         m, costs, transfer = self.micro_batches, [], 0.0
         nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its pool, outside)
         for s, (f, nodes, tp) in enumerate(stages):
@@ -336,7 +336,7 @@ class _ShapeEstimator:
             costs.append((layer_s, float(step_s[nodes - 1]), float(fit[nodes - 1]), dp, transfer, head))
 
         def assign(limit: float) -> tuple[float, float]:
-            """Return (layers assigned, seconds of one micro-batch through all stages but the last)."""
+            """Return (layers assigned within `limit` seconds, seconds until a micro-batch reaches the last stage)."""
             count = elapsed = arrival = wave_s = 0.0
             wave = 1  # replicas of the slowest stage above; it needs `wave_s` for one micro-batch on each
             for layer_s, step_s, fit, dp, transfer, head in costs:
@@ -369,7 +369,7 @@ class _ShapeEstimator:
 
     def _transfer_s(self, source: int, target: int, tp: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
-        `tp`, `nodes`: of the sending stage, whose nodes send at once."""
+        `tp`, `nodes`: TP and number of nodes of the sending stage, whose nodes all send at the same time."""
         costs = self.costs_by_tp[tp]
         index = self._index(source, tp)
         target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
