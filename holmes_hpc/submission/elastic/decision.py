@@ -17,7 +17,7 @@ REQUEUE = 75  # exit code of an agent whose job is to be requeued: it is preempt
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
 
 Sizes = tuple[int, ...]  # number of nodes of each component of the job
-Plans = dict[Sizes, Plan | None]  # plan for each such numbers of nodes; None: there is no plan
+Plans = dict[Sizes, Plan | None]  # plans for such numbers of nodes; None: there is no plan
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> P
 class Beat:
     """A message from the agent of `node`. `start`: number of the latest start of ranks that the agent knows; `running`:
     number of these ranks that run on the node; `codes`: {rank: exit code} of those that ended; `member`: index of the
-    component to whose job the node belongs, if each is a separate job; `is_leaving`: whether that job is being
-    ended."""
+    component to whose job the node belongs, if each is a separate job; `is_leaving`: whether that job is ending."""
 
     node: str
     start: int = 0
@@ -98,13 +97,13 @@ class Beat:
 class State:
     """What the coordinator knows. Times are in seconds of one clock.
 
-    `dead_s`: seconds of silence after which a node is lost; `heard_at`: time of each node's last beat, before the first
-    one that of the job's start, after its agent's end -inf; `pools`: the pools of the job's components; `min_nodes`:
-    minimum number of nodes with which the run continues; `plans`: plans made so far for fewer nodes; `start`: number of
-    the latest start of the ranks; `is_started`: whether agents may start these ranks; `gone`: nodes that are lost or
-    whose agent has ended; `failed_at`: time of this start's first failed rank; `has_new_steps`: whether this start had
-    made new steps by then; `is_stopping`: whether the coordinator's job is being ended from outside; `is_takeover`:
-    whether the agents had another coordinator before; `plan`: plan of the latest start, None before the first change;
+    `dead_s`: seconds of silence after which a node is lost; `heard_at`: time of each node's last beat, at first that of
+    the job's start, -inf after its agent's end; `pools`: the pools of the job's components; `min_nodes`: minimum number
+    of nodes with which the run continues; `plans`: plans made so far for fewer nodes; `start`: number of the ranks'
+    latest start; `is_started`: whether agents may start these ranks; `gone`: nodes that are lost or whose agent has
+    ended; `failed_at`: time at which the first rank of this start failed; `has_new_steps`: whether this start had made
+    new steps by then; `is_stopping`: whether the coordinator's job is being ended from outside; `is_takeover`: whether
+    the agents had another coordinator before; `plan`: plan of the latest start, None before the first change;
     `is_changing`: whether the ranks were told to save and end; `may_restart`: whether the ranks may start again after
     this failure; `last_step`: number of the run's last step."""
 
@@ -183,10 +182,10 @@ class State:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do next. `lost`: nodes to give up; `placement`: end all ranks, and start the next ones there; `plan`: new
-    plan of the next start; `is_go`: start the ranks; `is_stop`: let the ranks save and end; `is_handover`: leave the
-    agents to another coordinator; `code`: end the run with this exit status; `reason`: reason of the decision; `ended`:
-    why the ranks' last start ended, for the run's record."""
+    """What to do next. `lost`: nodes to give up; `placement`: if set, end all ranks and start the next ones in it;
+    `plan`: new plan of the next start; `is_go`: start the ranks; `is_stop`: let the ranks save and end; `is_handover`:
+    leave the agents to another coordinator; `code`: end the run with this exit status; `reason`: reason of the
+    decision; `ended`: why the ranks' last start ended, for the run's record."""
 
     lost: tuple[str, ...] = ()
     placement: Placement | None = None
