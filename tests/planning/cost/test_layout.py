@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import product
 
 import pytest
 import thorough
@@ -38,17 +41,16 @@ def sites() -> Iterator[Site]:
     yield replace(two, pools=(first, replace(second, nic=NicType.ETHERNET, rdma_gbps=None)))
 
 
-def plans(mode: str) -> Iterator[Plan]:
-    for site in sites():
-        for strategy in ("auto", "hierarchical-dp"):
-            for tp in (1, 2, 8):
-                for pp in (1, 2, 4, 8):
-                    for dp in (1, 2, 4, 8, 16):
-                        options = PlanOptions(tp=tp, pp=pp, dp=dp, strategy=strategy, transport=mode)
-                        try:
-                            yield fixed_plan(named("gpt_3_6b"), Batch(64, 1, 1024), site, options, Costs())
-                        except PlanError:
-                            continue
+@cache
+def plans(mode: str) -> list[Plan]:
+    made = []
+    for site, strategy, tp, pp, dp in product(
+        sites(), ("auto", "hierarchical-dp"), (1, 2, 8), (1, 2, 4, 8), (1, 2, 4, 8, 16)
+    ):
+        options = PlanOptions(tp=tp, pp=pp, dp=dp, strategy=strategy, transport=mode)
+        with contextlib.suppress(PlanError):
+            made.append(fixed_plan(named("gpt_3_6b"), Batch(64, 1, 1024), site, options, Costs()))
+    return made
 
 
 def slowest(transports: Iterable[Transport]) -> Transport:
