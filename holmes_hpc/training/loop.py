@@ -89,7 +89,9 @@ class Trainer:
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         world = torch.distributed.group.WORLD
         self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
-        self.profiler = Profiler(train.profile, session.run.trace, session.launch.rank, plan.world_size, self.control)
+        waits = [self._finish_record, *([self.edges.settle] if isinstance(self.edges, Edges) else [])]
+        rank, size = session.launch.rank, plan.world_size
+        self.profiler = Profiler(train.profile, session.run.trace, rank, size, self.control, waits)
         self.checkpoints = Checkpoints(session, train, self.models, self.optimizer, self.control)
         watchdog.start_set_up("loading a checkpoint if there is one")
         self.step = self.checkpoints.load(checkpoint)

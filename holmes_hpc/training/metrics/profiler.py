@@ -1,7 +1,7 @@
 """Traces of torch's profiler for some steps, and the named ranges in them, which NVIDIA's tools show too."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -45,15 +45,24 @@ class Ranges:
 class Profiler:
     """The profiler of a rank, which writes a trace into `folder`.
 
-    `window`: the steps and ranks to profile, None for no profile; `group`: a process group of all ranks. Raise
-    ConfigError if `window` names a rank that does not exist.
+    `window`: the steps and ranks to profile, None for no profile; `group`: a process group of all ranks; `waits`: they
+    wait for all operations in progress. An operation of gloo that ends after its profile writes into freed memory
+    (torch 2.13), which changed gradients. Raise ConfigError if `window` names a rank that does not exist.
     """
 
-    def __init__(self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None) -> None:
+    def __init__(
+        self,
+        window: Profile | None,
+        folder: Path,
+        rank: int,
+        world_size: int,
+        group: Any = None,
+        waits: Sequence[Callable[[], None]] = (),
+    ) -> None:
         if window is not None:
             window.check_ranks(world_size)
         self._window, self._group, self._is_profiled = window, group, window is not None and rank in window.ranks
-        self._path = folder / f"profile-rank-{rank}.json.gz"
+        self._path, self._waits = folder / f"profile-rank-{rank}.json.gz", waits
         self._profile: profile | None = None
 
     def start_step(self, step: int) -> None:
@@ -76,6 +85,8 @@ class Profiler:
     def close(self) -> None:
         """End the profile, if there is one, and write its trace."""
         if self._profile is not None:
+            for wait in self._waits:
+                wait()
             start, Ranges.active = time.perf_counter(), False
             self._profile.stop()
             self._profile.export_chrome_trace(str(self._path))

@@ -215,6 +215,11 @@ class Edges:
         self.channels, self.device = dict(channels), device
         self.on_device = any(is_nccl(c.connections[0]) for c in channels.values())
 
+    def settle(self) -> None:
+        """Wait for all sends in progress."""
+        for channel in self.channels.values():
+            channel.settle()
+
     def close(self) -> None:
         """Wait for all sends in progress. Call it before the groups are destroyed."""
         for channel in self.channels.values():

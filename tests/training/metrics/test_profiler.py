@@ -13,7 +13,7 @@ import thorough
 
 from holmes_hpc.config.train import Profile, TrainConfig
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.training.metrics.profiler import Profiler
+from holmes_hpc.training.metrics.profiler import Profiler, Ranges
 
 
 @pytest.mark.integration  # ranks as processes
@@ -49,3 +49,11 @@ def test_no_rank_outside_the_list_writes_a_profile(tmp_path: Path) -> None:
     profiler.start_step(1)
     profiler.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_operations_in_progress_end_before_the_profile(tmp_path: Path) -> None:
+    is_profiling: list[bool] = []
+    profiler = Profiler(Profile(1, 1, (0,)), tmp_path, 0, 1, None, [lambda: is_profiling.append(Ranges.active)])
+    profiler.start_step(1)
+    profiler.start_step(2)
+    assert is_profiling == [True] and not Ranges.active
