@@ -89,7 +89,9 @@ class Trainer:
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         world = torch.distributed.group.WORLD
         self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
-        waits = [self._finish_record, *([self.edges.settle] if isinstance(self.edges, Edges) else [])]
+        self.control_flags = ControlAllReduce(self.control)
+        waits = [self._finish_record, self.control_flags.wait]
+        waits += [self.edges.settle] if isinstance(self.edges, Edges) else []
         rank, size = session.launch.rank, plan.world_size
         self.profiler = Profiler(train.profile, session.run.trace, rank, size, self.control, waits)
         self.checkpoints = Checkpoints(session, train, self.models, self.optimizer, self.control)
@@ -107,7 +109,6 @@ class Trainer:
             warm_up.local_passes(self.models, self.model_config, plan.parts, session.device, self.weights)
         watchdog.start_set_up("comparing weights between replicas")
         replica_check.check(chunks, plan.model.tied, session.groups.embedding_group)
-        self.control_flags = ControlAllReduce(self.control)
         self._speeds = metrics_line.speeds_of(plan, train)
         self.loggers = metrics_line.Loggers(train, session.run) if session.launch.rank == 0 else None
         self.destinations = Destinations(session.plan, session.node_of_rank)

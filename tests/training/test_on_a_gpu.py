@@ -88,7 +88,7 @@ def test_attention_is_checked_first_and_weights_are_compared_last(
     for name in ("Breakdown", "parallel_state", "optimizer", "ProcessGroupCollection", "eager_1f1b", "nic_bytes"):
         monkeypatch.setattr(loop, name, MagicMock())
     replace(calls, monkeypatch, loop, model_parallel_cuda_manual_seed=None, build_datasets=(None, None), document_end=3)
-    replace(calls, monkeypatch, loop, Checkpoints=MagicMock(load=lambda _: 0), ControlAllReduce=None)
+    replace(calls, monkeypatch, loop, Checkpoints=MagicMock(load=lambda _: 0), ControlAllReduce=MagicMock())
     replace(calls, monkeypatch, loop.metrics_line, Loggers=None)
     replace(calls, monkeypatch, loop.gpt, transformer_config=None, build=[MagicMock()])
     replace(calls, monkeypatch, loop.attention, refuse_unsupported=None)

@@ -63,6 +63,11 @@ class ControlAllReduce:
         self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return previous
 
+    def wait(self) -> None:
+        """Wait for the all-reduce in progress, if any, and keep its result for the next exchange."""
+        if self._pending is not None:
+            self._pending[1].wait()
+
     def finish(self) -> AnyRank:
         """Return the combined flags of the previous step, without starting another all-reduce."""
         if self._pending is None:

@@ -6,6 +6,7 @@ import gzip
 import json
 from collections import Counter
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import spawn
@@ -14,6 +15,7 @@ import thorough
 from holmes_hpc.config.train import Profile, TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.training.metrics.profiler import Profiler, Ranges
+from holmes_hpc.training.rank import signals
 
 
 @pytest.mark.integration  # ranks as processes
@@ -57,3 +59,13 @@ def test_operations_in_progress_end_before_the_profile(tmp_path: Path) -> None:
     profiler.start_step(1)
     profiler.start_step(2)
     assert is_profiling == [True] and not Ranges.active
+
+
+def test_waiting_for_the_flags_of_a_step_keeps_them(monkeypatch) -> None:
+    work = MagicMock()
+    monkeypatch.setattr(signals.dist, "all_reduce", lambda *_, **__: work)
+    flags = signals.ControlAllReduce(None)
+    flags.exchange(stop=True, writing=False)
+    flags.wait()
+    work.wait.assert_called_once()
+    assert flags.finish() == signals.AnyRank(stop=True, writing=False)
