@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -96,22 +95,17 @@ def plan(
     if output:
         chosen.write(output)
     costs = replace(request.costs(config, chosen), corrections=corrections)
-    if default_model and (json or not sys.stdout.isatty()):
-        console.note(_NO_MODEL.format(default_model))
+    if default_model:
+        console.note(f"no model is given: this plans {default_model}; model=NAME plans another (`holmes models`)")
     if json:
         console.as_json(_document(chosen, costs, steps, estimates))
         return
-    if default_model:
-        console.text(_NO_MODEL.format(default_model))
     if estimates:
         submission_steps.show_estimates(estimates, config.train.steps)
         console.text("")
     show_plan(chosen, costs, steps, explain)
     if output:
         console.note(f"written: {output}")
-
-
-_NO_MODEL = "no model is given: this plans {}; model=NAME plans another (`holmes models`)"
 
 
 def _document(chosen: Plan, costs: Costs, steps: int | None, estimates: Sequence[QueueEstimate]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 from submitit.core import utils
 
 from holmes_hpc.config.slurm_settings import PoolSettings, SlurmSettings
-from holmes_hpc.errors import HolmesError, SubmissionError
+from holmes_hpc.errors import HolmesError, SubmissionError, counted
 from holmes_hpc.interpreter import module_arguments
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
@@ -262,9 +262,11 @@ def submit_plan(
     Slurm refuses the job, raise SubmissionError, without a job."""
     run = RunDirectory(Path(run_dir).absolute())
     elastic = config.get("elastic", {})
-    executor = plan_executor(plan, run.path, settings, name, elastic["spares"] if elastic.get("enabled") else None)
+    spares = elastic["spares"] if elastic.get("enabled") else None
+    executor = plan_executor(plan, run.path, settings, name, spares)
     executor.throttle, executor.parameters["preflight"] = throttle, test
-    with errors_as_refused():  # test a single component too, because a refused sbatch leaves a failed job behind
+    advice = f"its nodes include {counted(spares, 'spare')}: elastic.spares=0 requests none" if spares else ""
+    with errors_as_refused(advice):  # test a single component too, because a refused sbatch leaves a failed job behind
         request = executor.request()
         (check_components if test else check_each)(request.components, timeout_min=request.timeout_min)
     task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})

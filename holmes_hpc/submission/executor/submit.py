@@ -24,14 +24,15 @@ class SubmissionUnknown(Refused):
 
 
 @contextlib.contextmanager
-def errors_as_refused() -> Iterator[None]:
-    """Convert a SubmissionError of the block (from preflight or for an invalid batch script) to Refused."""
+def errors_as_refused(advice: str = "") -> Iterator[None]:
+    """Convert a SubmissionError of the block (from preflight or for an invalid batch script) to Refused. Its hint ends
+    with `advice`."""
     try:
         yield
     except Refused:
         raise
     except SubmissionError as e:
-        raise Refused(e.what, where=e.where, hint=e.hint) from e
+        raise Refused(e.what, where=e.where, hint="; ".join(filter(None, (e.hint, advice)))) from e
 
 
 def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:

@@ -76,9 +76,9 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
     above 1 or no layers.
 
-    The head and a first dense layer count as their FLOPs divided by those of another layer; with emulated compute, the
-    head counts nothing and every layer one. `factors`: pool -> slow-down of emulated layers; None without emulated
-    compute.
+    The head and a first dense layer count as their FLOPs divided by those of another layer. With emulated compute,
+    every layer counts one, and the last stage has no GPU in common with others, because its head is not emulated.
+    `factors`: pool -> slow-down of emulated layers; None without emulated compute.
     """
     replicas = max(stage.dp for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
@@ -89,4 +89,5 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
         flops = partial(layer_flops, tokens=length, sequence=length)
         work[0] = of_layers(plan.model, flops, plan.stages[0].layers) / flops(plan.model)
         work[-1] += head_flops(plan.model, length) / flops(plan.model)
-    return work, [pools[stage.pool].gpu for stage in plan.stages]
+    gpus = [pools[stage.pool].gpu for stage in plan.stages]
+    return work, gpus if factors is None else [*gpus[:-1], None]

@@ -33,7 +33,7 @@ def test_the_work_of_a_stage_counts_layers_and_the_head() -> None:
     plan = spawn.plan(pp=3, layers=[[3], [2], [1]])
     work, gpus = stragglers.work_of_stages(plan, factors=None)
     assert work[:2] == [3, 2] and 1.2 < work[2] < 3 and gpus == [plan.site.pools[0].gpu] * 3
-    assert stragglers.work_of_stages(plan, factors={})[0] == [3, 2, 1]
+    assert stragglers.work_of_stages(plan, factors={}) == ([3, 2, 1], [*gpus[:2], None])  # the head is not emulated
     assert stragglers.work_of_stages(plan, factors={"roce-1": 3})[0] == [3, 6, 1]
     assert stragglers.work_of_stages(spawn.plan(pp=2, dp=2), factors=None) == ([], [])
 
