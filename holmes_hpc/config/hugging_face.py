@@ -19,6 +19,7 @@ from holmes_hpc.tables import read_table
 PREFIX = "hf:"
 CONFIG = "config.json"
 _HINT = "give a folder of one of the families in docs/models.md"
+_TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}  # keys of rope_scaling
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ def _write_scaling(scaling: RopeScaling | None) -> dict[str, Any] | None:
     keys = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "linear":
         return keys
-    turns = {"low_freq_factor": scaling.low_frequency_turns, "high_freq_factor": scaling.high_frequency_turns}
+    turns = dict(zip(_TURNS[scaling.kind], (scaling.low_frequency_turns, scaling.high_frequency_turns), strict=True))
     return {**keys, **turns, "original_max_position_embeddings": scaling.original_positions}
 
 
@@ -249,14 +250,18 @@ def _read_scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in ("linear", "llama3"):
-        read.refuse(f"rope_scaling is of type {kind!r}, only linear and llama3 are covered", _HINT)
     if kind == "linear":
         return RopeScaling(rope.get("factor", 1.0), "linear")
-    original = rope.get("original_max_position_embeddings") or read("original_max_position_embeddings", 8192)
-    return RopeScaling(
-        rope.get("factor", 8.0), kind, rope.get("low_freq_factor", 1.0), rope.get("high_freq_factor", 4.0), original
-    )
+    if kind not in _TURNS:
+        read.refuse(f"rope_scaling is of type {kind!r}, only linear, llama3 and yarn are covered", _HINT)
+    for name in ("attention_factor", "mscale", "mscale_all_dim", "truncate"):
+        if rope.get(name) not in (None, True):
+            read.refuse(f"rope_scaling has {name} {rope[name]!r}, only YaRN's default is covered", _HINT)
+    is_yarn = kind == "yarn"
+    longest = read("max_position_embeddings", 8192) if is_yarn else 8192
+    original = rope.get("original_max_position_embeddings") or read("original_max_position_embeddings", longest)
+    low, high = (rope.get(name) for name in _TURNS[kind])
+    return RopeScaling(rope.get("factor", 8.0), kind, low or 1.0, high or 0.0, original)
 
 
 def _read_gpt2(read: _Config) -> ModelSpec:

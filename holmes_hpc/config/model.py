@@ -20,14 +20,19 @@ class RopeScaling(Checked, where="rope_scaling", error=PlanError):
     kind: Annotated[
         str,
         key(
-            "linear: scale all frequencies; llama3: scale those with fewer than low_frequency_turns turns in "
-            "original_positions, and partly those up to high_frequency_turns (arXiv 2407.21783)",
-            one_of=("linear", "llama3"),
+            "linear: scale all frequencies; llama3 (arXiv 2407.21783), yarn (arXiv 2309.00071): scale those with fewer "
+            "than low_frequency_turns turns in original_positions, and partly those up to high_frequency_turns",
+            one_of=("linear", "llama3", "yarn"),
         ),
     ] = "llama3"
-    low_frequency_turns: Annotated[float, key("llama3: below it, the full factor applies", gt=0)] = 1.0
-    high_frequency_turns: Annotated[float, key("llama3: above it, no factor applies", gt=0)] = 4.0
-    original_positions: Annotated[int, key("llama3: longest sequence of pre-training", unit="tokens", ge=1)] = 8192
+    low_frequency_turns: Annotated[float, key("below it, the full factor applies", gt=0)] = 1.0
+    high_frequency_turns: Annotated[float, key("above it, no factor applies; 0: llama3's 4, or yarn's 32", ge=0)] = 0.0
+    original_positions: Annotated[int, key("longest sequence of pre-training", unit="tokens", ge=1)] = 8192
+
+    def __post_init__(self) -> None:
+        if self.high_frequency_turns == 0:
+            object.__setattr__(self, "high_frequency_turns", 32.0 if self.kind == "yarn" else 4.0)
+        super().__post_init__()
 
     def _mistakes(self) -> Iterator[Case]:
         low, high = self.low_frequency_turns, self.high_frequency_turns

@@ -29,6 +29,7 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 _QWEN3_MOE = {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 # name -> model_type, config; LENGTH exceeds the original context of models with scaled RoPE
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -46,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("mistral", {**_SIZES, "sliding_window": None, "head_dim": 16}),
     "qwen2": ("qwen2", {**_SIZES, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {**_SIZES, "head_dim": 16}),
+    "qwen3": ("qwen3", {**_SIZES, "head_dim": 16, "rope_parameters": _YARN}),
     "mixtral": ("mixtral", {**_SIZES, "num_local_experts": 4, "sliding_window": None}),
     "qwen3_moe": ("qwen3_moe", {**_SIZES, **_QWEN3_MOE, "norm_topk_prob": True}),
     "qwen3_moe_all": ("qwen3_moe", {**_SIZES, **_QWEN3_MOE, "norm_topk_prob": False}),

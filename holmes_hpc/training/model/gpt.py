@@ -66,7 +66,8 @@ def transformer_config(
     te = cuda and has_transformer_engine()
     optional = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
     optional |= experts.config_options(m, p.ep)
-    return TransformerConfig(
+    yarn = m.rope_scaling if m.rope_scaling is not None and m.rope_scaling.kind == "yarn" else None
+    config = TransformerConfig(
         num_layers=m.layers,
         hidden_size=m.hidden,
         num_attention_heads=m.heads,
@@ -104,11 +105,14 @@ def transformer_config(
         gradient_accumulation_fusion=te and find_spec("fused_weight_gradient_mlp_cuda") is not None,
         cross_entropy_loss_fusion=te,  # torch.compile's needs more memory and is not faster (docs/gpu.md)
         cross_entropy_fusion_impl="te" if te else "native",
-        apply_rope_fusion=te and m.rope,
+        apply_rope_fusion=te and m.rope and yarn is None,
         attention_softmax_in_fp32=True,
         timers=timers,
         **optional,
     )
+    if yarn is not None:  # Megatron-Core's attention derives YaRN's factor of the rotated queries and keys from this
+        config.yarn_rotary_scaling_factor = yarn.factor  # type: ignore[attr-defined, unused-ignore]
+    return config
 
 
 class Norm:
@@ -184,17 +188,24 @@ def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
 
     The result is fp32, (head width / 2,), on the CPU. It replaces the frequencies of Megatron-Core, which supports only
     integer bases and 8192 original positions. Rotary embedding: Su et al. 2021 (arXiv 2104.09864). The model's
-    `rope_scaling` is linear (Chen et al. 2023, arXiv 2306.15595) or as in Llama 3.1 (arXiv 2407.21783).
+    `rope_scaling` is linear (Chen et al. 2023, arXiv 2306.15595), as in Llama 3.1 (arXiv 2407.21783) or YaRN (Peng et
+    al. 2023, arXiv 2309.00071), which changes from scaled to unscaled pairs linearly in their number, not their turns.
     """
-    radians = 1.0 / spec.rope_base ** (torch.arange(0, spec.head_width, 2, dtype=torch.float32) / spec.head_width)
+    pairs = torch.arange(spec.head_width // 2, dtype=torch.float32)
+    radians = 1.0 / spec.rope_base ** (2 * pairs / spec.head_width)
     scaling = spec.rope_scaling
     if scaling is None:
         return radians
     if scaling.kind == "linear":
         return radians / scaling.factor
-    turns = radians * scaling.original_positions / (2 * math.pi)  # over all original positions
-    low, high = scaling.low_frequency_turns, scaling.high_frequency_turns
+    low, high = scaling.low_frequency_turns, scaling.high_frequency_turns  # over all original positions
+    turns = radians * scaling.original_positions / (2 * math.pi)
     unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    if scaling.kind == "yarn":
+        last, first = (math.log(float(turns[0]) / n, spec.rope_base) * spec.head_width / 2 for n in (low, high))
+        first = max(0, math.floor(first))  # whole numbers, as in the published models
+        last = max(first + 1, min(math.ceil(last), spec.head_width - 1))
+        unscaled = ((last - pairs) / (last - first)).clamp(0, 1)
     return radians * (unscaled + (1 - unscaled) / scaling.factor)
 
 

@@ -312,8 +312,12 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     "unsupported family": (lambda p: _change_config(p, model_type="gemma2"), "no caps on scores or"),
     "sliding window": (lambda p: _change_config(p, use_sliding_window=True, sliding_window=8), "a window of 8 tokens"),
     "unsupported RoPE scaling": (
-        lambda p: _change_config(p, rope_scaling={"type": "yarn", "factor": 4}),
-        "of type 'yarn', only",
+        lambda p: _change_config(p, rope_scaling={"type": "dynamic", "factor": 4}),
+        "of type 'dynamic', only",
+    ),
+    "unsupported YaRN": (
+        lambda p: _change_config(p, rope_scaling={"type": "yarn", "factor": 4, "mscale": 0.7}),
+        "mscale 0.7, only YaRN's",
     ),
     "experts in some layers": (lambda p: _make_qwen3_moe(p, decoder_sparse_step=2), "decoder_sparse_step is 2, only 1"),
     "one expert with weight 1": (
