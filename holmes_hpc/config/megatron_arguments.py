@@ -75,9 +75,9 @@ def _ignored(name: str, text: str, used: Collection[str]) -> str:
 def _parse(source: str) -> dict[str, str]:
     """Return {argument: its values, separated by spaces}; a switch has an empty text. A switch that a YAML file sets to
     false is left out."""
-    is_file = os.path.isfile(source)  # a Path would refuse the length of a command
+    is_file = os.path.isfile(source)  # a command may be too long for a Path
     if not is_file and "--" not in source:
-        raise _error(f"no file {source!r}", "give a file, or a command with --num-layers and others")
+        raise _error(f"no file {source!r}", "give a file, or a command with options such as --num-layers")
     if is_file and source.endswith((".yaml", ".yml")):
         data = read_yaml(source)
         data = data.get("MODEL_ARGS", data)
@@ -94,7 +94,7 @@ def _parse(source: str) -> dict[str, str]:
             name = name.replace("_", "-")
             values[name] = value
         elif "$" in word and (not name or values[name] or re.search(r"\[[@*]\]|\$[@*]", word)):
-            raise _error(f"{word} cannot be read", "put its options on the command")
+            raise _error(f"{word} cannot be read", "write its options into the command")
         elif not word:
             name = ""
         elif name:

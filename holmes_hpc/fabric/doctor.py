@@ -160,7 +160,7 @@ def check_script(text: str, name: str = "script") -> list[Finding]:
 
 
 def _script_cases(text: str) -> Iterator[tuple[Any, str, str]]:
-    """Yield (whether the batch script has the mistake, problem, hint)."""
+    """Yield (whether the mistake is there, problem, hint)."""
     is_hetjob = re.search(r"^#SBATCH\s+hetjob\b", text, re.MULTILINE)
     for step in _SRUN.findall(text):
         line = " ".join(step.replace("\\\n", " ").split())[:60]

@@ -29,7 +29,7 @@ def comparison_tables(comparison: Comparison, by: str = "throughput") -> list[Ta
 
 def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     """Return the table of cells: throughput, speed-up, error of the predicted step time, loss and, where known,
-    `of_linear` and `of_mean`. A description that is the same in all rows is moved to the caption."""
+    `of_linear` and `of_mean`. A setting that is the same in all rows moves to the caption."""
     cells = comparison.cells
     shown = cells.head(MAX_ROWS)
     numbers = {index: str(i) for i, index in enumerate(cells.index, 1)}
@@ -55,7 +55,7 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     constants = [name for name in names if len(table) > 1 and table[name].nunique() == 1]
     common = ", ".join(f"{name} {table[name].iloc[0]}" for name in constants)
     caption = f"all: {common}; " if constants else ""
-    caption += f"after warm-up; samples/s: harmonic means (repeats: median); steps: medians; {_pace_notes(cells)}"
+    caption += f"after warm-up; samples/s: harmonic means, median over repeats; steps: medians; {_pace_notes(cells)}"
     notes = ["predicted: error of the predicted step time", *(SHARES[name][1] for name in shares)]
     caption = "; ".join([caption, *notes]) + _not_shown(cells)
     return Table.of(f"Settings by {by}", table.loc[:, ~is_empty].drop(columns=constants, errors="ignore"), caption)

@@ -298,7 +298,7 @@ class Trainer:
     # -- the record -------------------------------------------------------------------------------------------------
 
     def record_start(self) -> None:
-        """Measure the header factor of each network: bytes on the wire per byte of payload. All ranks call it.
+        """Measure the header factor of each network: bytes on the wire per byte of payload. All ranks call this.
 
         Rank 0 writes hosts, NICs, versions, set-up traffic and header factors to run.yaml, and starts the monitors."""
         session, plan, traffic = self.session, self.plan, self.session.traffic

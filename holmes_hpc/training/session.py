@@ -237,7 +237,7 @@ def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
 
 
 def _set_up_device(plan: Plan, launch: Launch, on_gpu: bool) -> None:
-    """Set the number of CUDA's hardware queues, or on a CPU that of torch's threads. Call it before any computation."""
+    """Set the number of CUDA's hardware queues (on a CPU: torch's threads). Call this before any computation."""
     if on_gpu:
         if (warning := cuda_check.set_queue_count(plan, launch.rank, os.environ)) is not None:
             log_line(warning)
@@ -341,7 +341,7 @@ def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: b
 def publish_groups(session: Session) -> None:
     """Write to the store this rank's CPUs, and the process groups in which it is the first rank of its node.
 
-    All ranks call it before rank 0 calls :func:`describe`.
+    All ranks call this before rank 0 calls :func:`describe`.
     """
     rank, hosts = session.launch.rank, [n.node for n in session.node_of_rank]
     entries = [e for e in session.groups.records if rank == next(r for r in e["ranks"] if hosts[r] == hosts[rank])]

@@ -42,7 +42,7 @@ GROUPS = (
 def connect(groups: ProcessGroupCollection, device: torch.device) -> list[str]:
     """Run an all-reduce in every group of several ranks, one group after the other. Return the groups' names.
 
-    All ranks call it. NCCL sets up a communicator at its first use and blocks its ranks meanwhile. All ranks use the
+    All ranks call this. NCCL sets up a communicator at its first use and blocks its ranks meanwhile. All ranks use the
     same order of groups, so no deadlock is possible. Stage transfers have other groups (pipeline/point_to_point.py).
     """
     names: dict[Any, str] = {}

@@ -193,7 +193,7 @@ def test_variables_of_a_launch_script_have_the_values_that_it_assigns(tmp_path: 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("${EXTRA[@]}", "${EXTRA[@]} cannot be read; put its options on the command"),
+        ("${EXTRA[@]}", "${EXTRA[@]} cannot be read; write its options into the command"),
         ("--seed 1 $EXTRA", "$EXTRA cannot be read"),
         ("--seed ${EXTRA[@]}", "${EXTRA[@]} cannot be read"),
         ('--seed "$@"', "$@ cannot be read"),

@@ -109,7 +109,7 @@ def test_another_node_coordinates_if_the_first_is_lost(kind: str, root: Path, wh
     seconds, state = lose(run, kind, "ib1")
     attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
     assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
-    assert re.search("lost the coordinator: node .* takes its place, without ib1\n", log), log
+    assert re.search("lost the coordinator: node .* takes its place; lost nodes: ib1\n", log), log
     assert run_status(run).state == "completed"
     assert interruptions.figures(run) == whole
     assert seconds < LIMIT_OF_THE_FIRST_NODE_S

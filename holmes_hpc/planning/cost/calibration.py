@@ -71,7 +71,8 @@ class MeasuredPool(Checked, where="calibration"):
 
     def has_gpu(self, gpu: Gpu) -> bool:
         """Return whether the measured GPUs are of the kind of `gpu`.
-        Measurements without `gpu` and `device` match every kind. An unknown `device` matches every kind but CPUs."""
+        Measurements that name neither `gpu` nor `device` match every kind. An unknown `device` matches every kind but
+        CPUs."""
         if gpu.name == self.gpu or not (self.gpu or self.device):
             return True
         measured, site = _gpu_kind(self.gpu) or _gpu_kind(self.device), _gpu_kind(gpu.name) or gpu.name

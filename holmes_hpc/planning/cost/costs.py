@@ -86,7 +86,7 @@ class Costs:
     def _software_on(self, gpu: Gpu) -> Software:
         is_fp32_flash = gpu.attention in FLASH_ATTENTION and not gpu.is_cpu and self.dtype_of(gpu) == "fp32"
         problem = f"attention {gpu.attention} supports only fp16 and bf16, but the weights are fp32"
-        ConfigError.refuse(f"gpu {gpu.name}", (is_fp32_flash, problem, "use attention: sdpa, or dtype bf16"))
+        ConfigError.refuse(f"gpu {gpu.name}", (is_fp32_flash, problem, "use attention sdpa, or dtype bf16"))
         fused_norm = self.software.fused_norm if gpu.fused_norm is None else gpu.fused_norm
         attention = gpu.attention or self.software.attention
         if gpu.attention is None and attention in FLASH_ATTENTION and not gpu.has_bf16:

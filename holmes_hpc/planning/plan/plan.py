@@ -292,7 +292,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "plan") -> Plan:
-        """Return the plan of plain data from :meth:`to_dict` or a plan.yaml. Errors name key, value and choices."""
+        """Return the plan in plain data of :meth:`to_dict` or a plan file. Errors name key, value and choices."""
         return plan_file.from_dict(cls, data, where)
 
     def to_yaml(self) -> str:

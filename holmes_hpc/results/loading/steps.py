@@ -149,7 +149,7 @@ def _breakdown(lines: pa.Table) -> Floats:
 
 
 def _nic_bytes(lines: pa.Table) -> dict[str, dict[str, Floats]]:
-    """Return the bytes as {tx or rx: {fabric or ethernet: [steps]}}.
+    """Return {tx or rx: {fabric or ethernet: bytes of each step}}.
 
     If a line's `nic_bytes` omits a network, that network sent and received 0 bytes in the step."""
     counts: dict[str, dict[str, Floats]] = {direction: {} for direction in DIRECTIONS}

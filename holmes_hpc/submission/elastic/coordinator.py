@@ -187,10 +187,10 @@ def first_state(
 
 def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     """Serve the agents until the run is over. Return the step's exit status.
-    `srun`: the process id of srun; 0 after a takeover, for which `start` was claimed."""
+    `srun`: the process id of srun; 0 after a takeover, which claimed `start`."""
     folder, node, job = run.path / "submission", os.environ["SLURMD_NODENAME"], ranks_of_job(os.environ)
     member = own_member()
-    if srun and member is not None and not claim(folder, 1, ()):  # another job's program coordinates
+    if srun and member is not None and not claim(folder, 1, ()):  # another job coordinates
         if (run.read_result() or {}).get("writer") != "batch":
             return wait_for(srun)
         os.kill(srun, signal.SIGKILL)  # the run ended before this job was requeued
@@ -205,7 +205,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
         state = MemberState.of(planner.job_plan, run.config, 0 if srun else start, member)
     state.is_takeover = not srun
     if state.is_takeover:
-        lost = f", without {compress(sorted(state.gone))}" if state.gone else ""
+        lost = f"; lost nodes: {compress(sorted(state.gone))}" if state.gone else ""
         log_batch_line(f"lost the coordinator: node {node} takes its place{lost}")
     signal.signal(signal.SIGTERM, lambda *_: setattr(state, "is_stopping", True))
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm also sends it to this job's agents and ranks
@@ -223,7 +223,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
     threading.Thread(target=accept, name="agents", daemon=True).start()
     code, step_code = None, 0
     while not coordinator.is_superseded() and (code := coordinator.step()) is None and not coordinator.is_handover:
-        path.touch()  # shows agents without a connection that the coordinator lives
+        path.touch()  # tells unconnected agents that the coordinator lives
         time.sleep(INTERVAL_S)
         ended, status = os.waitpid(srun, os.WNOHANG) if srun else (0, 0)
         if ended and member is None:
@@ -234,7 +234,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
         log_batch_line("this job ends: a node of another one takes the coordinator's place")
         leave_agents(coordinator, listener)
         return wait_for(srun, state.is_stopping, step_code)
-    if code is None or not coordinator.claim(state.start + 1):  # no agent takes over while the job is being ended
+    if code is None or not coordinator.claim(state.start + 1):  # the claim: no agent takes over while the job ends
         stand_aside(coordinator, listener)
         return 1 if member is None else wait_for(srun, state.is_stopping, step_code)
     path.unlink(missing_ok=True)

@@ -71,7 +71,7 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
 
 def is_run_of_another_job(run: RunDirectory, job_id: str) -> bool:
     """Return whether run.yaml names another job, so that this job must not record the run's end; if so, log it.
-    If the job ends while it is still being submitted, wait until its id is recorded."""
+    If the job ends before its id is recorded, wait for that."""
     for _ in attempts(JOB_RECORD_WAIT_S, 0.2):
         recorded_id = (run.read_run()["slurm"] or {}).get("job_id")
         if str(recorded_id) == job_id or not has_owner(run.path / LOCK):

@@ -99,7 +99,7 @@ def open_manifest(directory: str | os.PathLike[str], created: float = 0.0) -> Ma
         data: Any = from_json(read_file(path))
         if not isinstance(data, dict) or not isinstance(data.get("version"), int) or data["version"] > VERSION:
             hint = "use the holmes_hpc release that wrote it, or a newer one"
-            raise RecordError(f"not a sweep's manifest of version {VERSION} or older", where=str(path), hint=hint)
+            raise RecordError(f"no sweep's manifest, or newer than version {VERSION}", where=str(path), hint=hint)
         jobs = msgspec.convert(data.get("jobs", []), list[SweepJob])
         if unknown := {key for job in data.get("jobs", []) for key in job} - {f.name for f in fields(SweepJob)}:
             raise ValueError(f"unknown keys {sorted(unknown)}")

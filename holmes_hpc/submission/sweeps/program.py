@@ -132,7 +132,7 @@ def _sources(name: str) -> tuple[tuple[str, str], ...]:
 
 @functools.cache
 def _find_spec(name: str, search_path: tuple[str, ...] | None) -> Any:
-    """Return the spec of a module, or None. Do not import its parent packages. `search_path`: path of its parent."""
+    """Return the spec of a module, or None. Its parent packages are not imported. `search_path`: its parent's path."""
     for finder in sys.meta_path:
         with contextlib.suppress(ImportError, ValueError, AttributeError):
             if (spec := finder.find_spec(name, search_path, None)) is not None:

@@ -87,7 +87,7 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
 
 
 def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
-    """Return the median seconds of each part of this rank. All ranks call it.
+    """Return the median seconds of each part of this rank. All ranks call this.
 
     The parts are a transformer layer (in several shapes), the embedding, the head, and the rest of a pass (PASS)."""
     plan_shape = trainer.plan.batch.micro_size, trainer.plan.batch.sequence_length

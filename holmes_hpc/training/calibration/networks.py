@@ -88,7 +88,7 @@ class Deadline:
         self._control, self._end = control, time.monotonic() + seconds
 
     def has_time_left(self) -> bool:
-        """Return whether all ranks are within the time limit. All ranks call it."""
+        """Return whether all ranks are within the time limit. All ranks call this."""
         is_late = torch.tensor([float(time.monotonic() > self._end)])
         dist.all_reduce(is_late, op=dist.ReduceOp.MAX, group=self._control)
         return not is_late.item()
@@ -120,7 +120,7 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
 
 
 def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tuple[Any, ...]]:
-    """Measure all links. Return this rank's :class:`Sample` objects as tuples. All ranks call it.
+    """Measure all links. Return this rank's :class:`Sample` objects as tuples. All ranks call this.
 
     Only the first rank of a pair, or of a data-parallel group, returns samples of it. After the deadline, the Ethernet
     between pools is not measured.
@@ -150,7 +150,7 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
 
 
 def all_reduce_s(control: Any) -> float:
-    """Return the median seconds of an all-reduce of one number, such as the gradient norm. All ranks call it."""
+    """Return the median seconds of an all-reduce of one number, such as the gradient norm. All ranks call this."""
     return _median_s(partial(_all_reduce, control))
 
 

@@ -154,7 +154,7 @@ class Checkpoints:
         return _write_error(path, error)
 
     def is_any_rank_writing(self) -> bool:
-        """Return whether the writer of any rank is running. All ranks call it."""
+        """Return whether the writer of any rank is running. All ranks call this."""
         return self._any_rank(self.is_writing())
 
     def _any_rank(self, is_true: bool) -> bool:
@@ -163,7 +163,7 @@ class Checkpoints:
         return bool(flag)
 
     def _finish(self, path: Path, step: int, description: Mapping[str, Any]) -> None:
-        """Complete the checkpoint on rank 0, after all ranks have written. All ranks call it."""
+        """Complete the checkpoint on rank 0, after all ranks have written. All ranks call this."""
         if self._rank == 0:
             files = file_checksums.collect_checksums(path)
             checkpoint_directory.finish(path, step, description, files)

@@ -39,8 +39,8 @@ _DONE = f"{_BASE}/done"
 
 @dataclass(frozen=True)
 class Limits:
-    """Durations in seconds. `join_s`: the longest wait for other nodes in one exchange; `connect_s`: the limit of
-    connecting to peers; `sample_s`: the length of a sample; `repeat_s`: the length of a repeated sample."""
+    """Durations in seconds. `join_s`: the longest wait for other nodes in one exchange; `connect_s`: the longest
+    attempt to connect to peers; `sample_s`: the length of a sample; `repeat_s`: the length of a repeated sample."""
 
     join_s: float = 30.0
     connect_s: float = 3.0

@@ -110,7 +110,7 @@ class Groups:
         gloo: bool = False,
         urgent: bool = False,
     ) -> Any:
-        """Return a new group of `ranks`. All ranks call it in the same order. Raise NetworkError if it fails.
+        """Return a new group of `ranks`. All ranks call this in the same order. Raise NetworkError if it fails.
         `transport`: None for the plan's transport of these ranks; `gloo`: use gloo, for tensors in host memory, even if
         training uses CUDA; `urgent`: see :func:`nccl_options`."""
         transport = transport or self.plan.transport_of(ranks, host_memory=gloo and self.cuda)

@@ -291,7 +291,7 @@ def build_communicator(
 ) -> EdgeCommunicator:
     """Return the communicator of this rank. All ranks of the job call it together, because `new_group` is collective.
 
-    `new_group`: creates the process group of one edge on its transport. All ranks call it in the same order; its two
+    `new_group`: creates the process group of one edge on its transport. All ranks call this in the same order; its two
     members get the group.
     """
     connected = connect_edges(plan, new_group, rank, config.pipeline_dtype, device)
