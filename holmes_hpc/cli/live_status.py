@@ -51,7 +51,7 @@ def watch(find_runs: Callable[[], tuple[list[RunDirectory], int]]) -> None:
     """Show a live table of runs until q or Ctrl-C is pressed. `find_runs`: returns the runs to show, and the number of
     runs that it leaves out. Raise ConfigError if stdin or stdout is not a terminal."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigError("there is no terminal", where="--watch", hint="leave it out, or use --json")
+        raise ConfigError("there is no terminal", where="--watch", hint="leave out --watch, or use --json")
     ended: dict[tuple[str, float], Status] = {}
     scanned_at, scan_s, mode = 0.0, 0.0, "force"
     with live_display() as display, _pressed_key() as pressed, contextlib.suppress(KeyboardInterrupt):

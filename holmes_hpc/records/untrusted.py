@@ -108,7 +108,7 @@ def _check_size(text: str) -> None:
             if event.anchor:
                 sizes[event.anchor] = 1
             if len(event.value) > MAX_DIGITS and event.implicit[0] and _NUMBER.fullmatch(event.value):
-                raise yaml.YAMLError(f"a number of {len(event.value)} digits, over {MAX_DIGITS}, {_position(event)}")
+                raise yaml.YAMLError(f"a number of {len(event.value)} digits, {_position(event)}")
         elif isinstance(event, yaml.CollectionStartEvent):
             open_collections.append((event.anchor, values))
             values += 1

@@ -302,7 +302,7 @@ def test_ethernet_that_becomes_slow_under_a_pipeline_edge(testbed, runs) -> None
         must(subprocess.run([HOLMES, "cancel", str(trial.run.path)], capture_output=True, text=True, check=False))
         trial.end()
     line = trial.one_line()
-    match = re.match(rf"warning: nodes \w+ and \w+: Ethernet NICs eth0 [\d.]+ of {node} to eth0 [\d.]+ of (\w+) ", line)
+    match = re.match(rf"warning: nodes \w+ and \w+: Ethernet from eth0 [\d.]+ of {node} to eth0 [\d.]+ of (\w+) ", line)
     assert match and match[1].rstrip("12") != node.rstrip("12") and "of 50 Mb/s" in line, line
     assert 3 < int(re.search(r"\((\d+)%", line)[1]) < 7, line
     before = trial.run.log_path(0).read_text(encoding="utf-8").partition("warning: ")[0]

@@ -199,7 +199,7 @@ class Decision:
 
 
 def decide_by_codes(state: State, now: float) -> Decision:
-    """Return the decision while ranks run, which depends on those that have ended."""
+    """Return the decision while ranks run. It depends on the ranks that have ended."""
     codes, num_ranks = state.codes(), state.placement.world_size
     if (killed := [rank for rank in codes if codes[rank] < 0]) and state.has_new_steps and not state.is_stopping:
         has_settled = state.failed_at is not None and now - state.failed_at > SETTLE_S

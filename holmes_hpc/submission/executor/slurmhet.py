@@ -127,9 +127,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return _Parameters(PARAMETERS)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Return the parameters under this executor's names, with the slurm_* parameters, which AutoExecutor drops. A
-        parameter may be set under several names. The last of these wins: the generic name (timeout_min), this name for
-        Slurm (slurm_timeout_min), Slurm's own (slurm_time), slurmhet_NAME, which AutoExecutor adds later."""
+        """Return the parameters under this executor's names, including the slurm_* ones, which AutoExecutor drops. A
+        parameter may be set under several names. The last of these wins: NAME (timeout_min), slurm_NAME, Slurm's own
+        name with this prefix (slurm_time), slurmhet_NAME, which AutoExecutor adds later."""
         frame_locals = _locals_of_auto_executor("_internal_update_parameters")
         slurm_params, specific = _slurm_parameters(frame_locals), frame_locals.get("specific", ())
         for name in frame_locals.get("generics", {}).keys() & slurm_params.keys():

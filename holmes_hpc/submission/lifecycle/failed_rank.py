@@ -99,8 +99,8 @@ def find_failed_rank(
     A rank killed by a signal leaves no exit record, and other ranks record lost connections. So return the first of:
 
     1. the earliest recorded failure that is not a lost connection
-    2. a task without an exit record that srun reports, but did not terminate itself; preferably one that was killed by
-    a signal or was on a failed node
+    2. a task that has no exit record, and that srun reports but did not terminate; preferably one that was killed by a
+    signal or was on a failed node
     3. a rank without an exit record, if other ranks have one; its error includes the earliest recorded failure
     4. the earliest recorded failure
     5. srun's first error"""

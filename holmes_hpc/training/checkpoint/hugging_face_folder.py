@@ -248,7 +248,8 @@ def copy_file(source: Path, target: Path) -> None:
 
     Raise DataError if `source` is a link to a file outside its folder, which may be a secret of this user."""
     if leaves_folder(source, source.parent):
-        raise DataError(f"it is a link to {source.resolve()}", where=str(source), hint="put a copy of that file here")
+        problem = f"it is a link out of its folder, to {source.resolve()}"
+        raise DataError(problem, where=str(source), hint="put a copy of that file here")
     open_file(source).close()  # refuses a pipe
     shutil.copyfile(source, target)
     target.chmod(target.stat().st_mode & source.stat().st_mode | 0o600)

@@ -122,7 +122,7 @@ def sample_rows(dataset: Samples, plan: Plan, dp_rank: int, start_step: int, sta
 
 
 def prefetch(stream: Iterator[Any]) -> Iterator[Any]:
-    """Yield from `stream`, which a thread computes :data:`DEPTH` elements ahead. An error is raised at its element."""
+    """Yield from `stream`, which a thread computes :data:`DEPTH` elements ahead. Errors come in their place."""
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="data") as thread:
         futures = deque(thread.submit(next, stream, end) for _ in range(DEPTH))

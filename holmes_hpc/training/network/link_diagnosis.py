@@ -328,7 +328,7 @@ def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Se
     where = f"nodes {' and '.join(sorted((link.sender, link.receiver)))}"
     ends = f"{a.text} of {link.sender} to {b.text} of {link.receiver}"
     share = f"{gbps / declared:.0%}; group {link.label}"
-    problem = f"{_NAMES[link.kind]} NICs {ends} carry {_rate(gbps)} of {_rate(declared)} ({share})"
+    problem = f"{_NAMES[link.kind]} from {ends} carries {_rate(gbps)} of {_rate(declared)} ({share})"
     return Finding(level, where, problem, _SLOW_HINT, link.sender, a.interface)
 
 

@@ -34,7 +34,7 @@ def reduce_scatter(
     """Sum `input` (n * m) over the n ranks of `group`, and leave this rank's m elements in `output`.
     The arguments are those of Megatron-Core's `reduce_scatter_with_fp32_accumulation`, which this function replaces."""
     if op != dist.ReduceOp.SUM:
-        raise ValueError(f"the reduce-scatter sums only, it cannot {op}")
+        raise ValueError(f"the reduce-scatter only sums; op is {op}")
     group = group or dist.group.WORLD
     ranks, own = dist.get_process_group_ranks(group), dist.get_rank(group)
     sent, parts = input.view(len(ranks), -1), torch.empty_like(input).view(len(ranks), -1)

@@ -103,7 +103,7 @@ def slow_link_detector(
         names.append(f"{'node' if len(hosts) == 1 else 'nodes'} {compress(hosts)}{nics}")
 
     def describe(stage: int, median_s: float, baseline_s: float) -> Finding:
-        seconds = f"{median_s:.3g} s a step, {baseline_s:.3g} s before, {expected_s[stage]:.3g} s as planned"
+        seconds = f"{median_s:.3g} s a step (before: {baseline_s:.3g} s, planned: {expected_s[stage]:.3g} s)"
         problem = f"gradient synchronization of stage {stage} takes {seconds}"
         return Finding("warning", names[stage], problem, _SLOW_STAGE_HINT)
 

@@ -301,7 +301,7 @@ class Watchdog:
         self.start_phase(phase, LONG_PHASE)
 
     def note_step_logged(self) -> None:
-        """Restart the clock of :meth:`log_if_silent` after a step was logged. Its limit is LOG_EVERY_S from now on."""
+        """Restart the clock of :meth:`log_if_silent` after a step was logged. From now on, its limit is LOG_EVERY_S."""
         self._logged_at, self._silence_s = self._clock(), LOG_EVERY_S
 
     def overdue(self) -> str | None:

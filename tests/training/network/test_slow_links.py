@@ -48,7 +48,7 @@ def test_a_link_at_a_twentieth_of_its_rate_is_reported_once_within_ten_steps() -
     assert step <= 10 and finding.level == "warning"
     assert str(finding).startswith(
         "warning: nodes ib[1-2] (NIC ib0): gradient synchronization of stage 0 takes 2 s a "
-        "step, 0.1 s before, 0.1 s as planned; a link there has become slow"
+        "step (before: 0.1 s, planned: 0.1 s); a link there has become slow"
     )
     assert not findings_of(links, 30, FAST)
     assert len(findings_of(links, 30, SLOW)) == 1  # it had recovered
@@ -90,7 +90,7 @@ def test_a_pipeline_edge_at_a_twentieth_of_its_rate_is_named_within_ten_steps() 
     assert step <= 10 and (finding.level, finding.node, finding.nic) == ("warning", "ib2", "eth0")
     gbps = 8e-9 * 4 * 32 * 32 * 4 / (20 * MIN_S)
     assert str(finding).startswith(
-        "warning: nodes ib2 and roce2: Ethernet NICs eth0 10.0.0.1 of ib2 to eth0 10.0.0.3 of roce2 carry "
+        "warning: nodes ib2 and roce2: Ethernet from eth0 10.0.0.1 of ib2 to eth0 10.0.0.3 of roce2 carries "
         f"{gbps * 1000:.3g} Mb/s of 20 Mb/s ({gbps / 0.02:.0%}; group edge of stages 0,1); check its link speed"
     )
     assert edges.slow == {"nodes ib2 and roce2": pytest.approx(20)}
@@ -101,7 +101,7 @@ def test_only_the_slower_direction_of_a_link_is_named() -> None:
     edges = slow_edge_detector(plan := plans.plan("ib-a", "roce-a"), NODES, planned_bytes(plan, "fp32"))
     findings_of(edges, WINDOW, [0.1] * 4)
     ((_, finding),) = findings_of(edges, WINDOW, [0.1, 0.5, 0.1, 2.0])
-    assert finding.node == "roce2" and " of roce2 to eth0 10.0.0.1 of ib2 carry" in str(finding)
+    assert finding.node == "roce2" and " of roce2 to eth0 10.0.0.1 of ib2 carries" in str(finding)
 
 
 def test_rings_over_two_fabrics_share_the_total_of_their_link() -> None:
