@@ -94,7 +94,6 @@ class Case:
     rate: float = 0.0
     pace_s: float = 0.0
     forward_only: bool = False
-    aligned: bool = False
     deallocate: bool = True
     per_token: bool = False
     as_on_gpu: bool = False
@@ -167,8 +166,6 @@ def make_model(case: Case, config: TransformerConfig) -> list[torch.nn.Module]:
         ddp = DistributedDataParallelConfig(overlap_grad_reduce=True, bucket_size=500)
         models.append(DistributedDataParallel(config, ddp, model.to(case.device), disable_bucketing=False))
     config.no_sync_func = [m.no_sync for m in models] if chunks > 1 else models[0].no_sync
-    if case.aligned:
-        config.grad_sync_func = [m.start_grad_sync for m in models] if chunks > 1 else models[0].start_grad_sync
     config.finalize_model_grads_func = finalize_model_grads
     return models
 

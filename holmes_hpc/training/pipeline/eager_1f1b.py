@@ -99,7 +99,7 @@ def run_eager_1f1b(
     _refuse_one_queue(edges.device)
     order = order if order.routes else replace(order, micro_batches=num_microbatches)
     micro_batches, losses = order.micro_batches_of(edges.row), list[Any]()
-    reduction = GradientReduction(config, models, first_stage=stage == 0)
+    reduction = GradientReduction(config)
 
     def forward(stage_pass: Pass, input_tensor: torch.Tensor | None) -> tuple[Any, Any]:
         return megatron.forward_step(
@@ -121,10 +121,12 @@ def run_eager_1f1b(
         is_last = stage_pass.micro_batch == micro_batches[-1]
         if weights is not None:
             weights.start_backward(stage_pass.micro_batch, stage_pass.chunk)
-            if is_last:  # the last weight passes complete the gradients
-                reduction.allow()
-        with reduction.last_backward(stage_pass.chunk) if is_last and weights is None else contextlib.nullcontext():
-            return backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
+        if is_last:
+            reduction.allow()
+        gradient = backward_step(*tensors, model_type=get_model_type(models[0]), config=config)
+        if is_last and weights is None:  # with weight passes, the last of these complete the gradients
+            reduction.suppress()
+        return gradient
 
     if not forward_only:
         reduction.suppress()
@@ -252,16 +254,12 @@ class GradientReduction:
     """The rules by which Megatron reduces gradients across data-parallel ranks, for one chunk or several.
 
     Reductions are suppressed (``no_sync``) except in each chunk's last backward pass. In this pass, every bucket is
-    reduced as soon as it is complete, in parallel with transfers. With a ``grad_sync_func`` (aligned reductions), this
-    applies only to a first stage with one chunk. All other chunks are then reduced after their last backward pass.
+    reduced as soon as it is complete, in parallel with transfers.
     """
 
-    def __init__(self, config: Any, models: Sequence[torch.nn.Module], first_stage: bool) -> None:
-        self._models = models
+    def __init__(self, config: Any) -> None:
         functions = config.no_sync_func if isinstance(config.no_sync_func, list) else [config.no_sync_func]
         self._no_sync = [f for f in functions if f is not None]
-        self._grad_sync = config.grad_sync_func
-        self._is_early = self._grad_sync is None or (first_stage and len(models) == 1)
         self._suppressed = contextlib.ExitStack()
 
     def suppress(self) -> None:
@@ -270,18 +268,6 @@ class GradientReduction:
 
     def allow(self) -> None:
         self._suppressed.close()
-
-    @contextlib.contextmanager
-    def last_backward(self, chunk: int) -> Iterator[None]:
-        """Reduce gradients during or after the ``with`` block, which is the last backward pass of `chunk`."""
-        if self._is_early:
-            self.allow()
-        yield
-        self.allow()
-        if not self._is_early:
-            functions = self._grad_sync if isinstance(self._grad_sync, list) else [self._grad_sync] * len(self._models)
-            functions[chunk](self._models[chunk].parameters())
-        self.suppress()
 
 
 # -- the schedule of a plan, and the communicator between its stages ---------------------------------------------------

@@ -114,7 +114,6 @@ def test_megatrons_own_schedule_over_edges_is_unchanged(long_runs: dict[Any, Any
 
 VARIANTS = {
     "data parallel": {"dp": 2},
-    "data parallel, reductions aligned": {"dp": 2, "aligned": True},
     "tensor parallel": {"tp": 2},
     "loss per token": {"per_token": True},
     "outputs kept": {"deallocate": False},
