@@ -369,7 +369,7 @@ class Trainer:
         if gathering is None or rows is None:
             return
         step, interval, last_step = gathering.step, self.settings.log_interval, self.settings.steps
-        if fabric_bytes := self.destinations.fabric_bytes(metrics_line.sent_rows(rows)):
+        if fabric_bytes := self.destinations.fabric_bytes(rows[:, metrics_line.SENT_COLUMNS]):
             gathering.fields["fabric_bytes"] = fabric_bytes
         entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields, self._speeds)
         self.last_metrics = entry = {**entry, "attempt": self.session.attempt}

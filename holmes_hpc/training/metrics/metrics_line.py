@@ -31,9 +31,10 @@ RANKS_EVERY = 100  # steps between the lines of ranks.jsonl
 # The columns of a row: loss sum, loss count, peak memory, step time, tokens of its experts, seven byte counts,
 # seconds, what the rank has sent to each destination, and (with train.openmetrics) its GPU figures.
 _SECONDS = (*PARTS, "expert_s")  # expert_s is within compute_s
-_LOSS, _COUNT, _MEMORY, _STEP, _EXPERT_TOKENS, _NIC = 0, 1, 2, 3, 4, 5
-_PARTS = _NIC + 7
-_SENT = _PARTS + len(_SECONDS)
+_LOSS, _COUNT, _MEMORY, _STEP, _EXPERT_TOKENS = 0, 1, 2, 3, 4
+NIC_COLUMNS = slice(5, 12)  # every rank's byte counts, as :meth:`Traffic.take` returned them
+_PARTS = NIC_COLUMNS.stop
+SENT_COLUMNS = slice(_PARTS + len(_SECONDS), None)  # every rank's `sent`, as in :func:`rank_row`
 
 
 def peak_memory_bytes(cuda: bool) -> int:
@@ -92,7 +93,7 @@ def metrics_line(
         / tera_gpu_seconds,
         "breakdown": stages,
         "share_of_limit": limit_s([stage["compute_s"] for stage in stages], speeds) / step_time_s,
-        "nic_bytes": sum_by_kind(plan, nic_rows(rows)),
+        "nic_bytes": sum_by_kind(plan, rows[:, NIC_COLUMNS]),
         "peak_memory_bytes": [int(stage_rows[:, _MEMORY].max()) for stage_rows in rows_of_stage],
     }
 
@@ -132,16 +133,6 @@ def rank_line(rows: Rows, step: int) -> dict[str, Any]:
         "compute_s": part_by_rank(rows, "compute_s").tolist(),
         "peak_memory_bytes": rows[:, _MEMORY].astype(int).tolist(),
     }
-
-
-def nic_rows(rows: Rows) -> Rows:
-    """Return every rank's byte counts, as :meth:`Traffic.take` returned them."""
-    return rows[:, _NIC:_PARTS]
-
-
-def sent_rows(rows: Rows) -> Rows:
-    """Return every rank's `sent`, as in :func:`rank_row`."""
-    return rows[:, _SENT:]
 
 
 def part_by_rank(rows: Rows, part: str) -> Rows:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.training.metrics.metrics_line import nic_rows, part_by_rank, sent_rows
+from holmes_hpc.training.metrics.metrics_line import NIC_COLUMNS, SENT_COLUMNS, part_by_rank
 from holmes_hpc.training.metrics.openmetrics import Exporter
 from holmes_hpc.training.network.audit import Audit, planned_bytes
 from holmes_hpc.training.network.destinations import Destinations
@@ -54,9 +54,9 @@ class Monitors:
 
         `rows`: the rows of all ranks; `line`: the step's line of metrics.jsonl; `is_step_only`: whether the step's
         traffic and time include nothing of connection set-up, a checkpoint or validation."""
-        sent = sent_rows(rows)
+        sent = rows[:, SENT_COLUMNS]
         if not self.one_host:
-            yield from self._audit.add(nic_rows(rows), is_step_only)
+            yield from self._audit.add(rows[:, NIC_COLUMNS], is_step_only)
             if is_step_only:
                 yield from self._links.add(part_by_rank(rows, "grad_sync_s"))
                 yield from self._edges.add(self._destinations.edge_seconds(sent))
