@@ -158,17 +158,17 @@ def resume(
             problem = "it made all its steps and has no checkpoint to continue from"
             hint = "submit a new run, with train.checkpoint_interval=N"
             raise ConfigError(problem, where=str(record.path), hint=hint)
-        continuation = create.prepare_continuation(record, state, overrides or [], plan_path)
-        plan, config, old_record = continuation.plan, continuation.config, record.read_run()
-        if continuation.missing_keys:
-            console.note(f"an older version recorded no {', '.join(continuation.missing_keys)}: defaults are used")
+        plan, config = create.prepare_continuation(record, state, overrides or [], plan_path)
+        old_record, (old_config, missing_keys) = record.read_run(), recorded(record.config)
+        if missing_keys:
+            console.note(f"an older version recorded no {', '.join(missing_keys)}: defaults are used")
         for path, why in checkpoint_directory.incomplete_checkpoints(record.checkpoints):
             console.note(f"warning: checkpoint {path} is incomplete ({why}); skipping it")
         check_inputs(config)
         last_step = checkpoints[0].step if checkpoints else 0
         if checkpoints:
             console.note(f"the run continues after step {last_step}, from {checkpoints[0].path}")
-            if lr_change := describe_lr_change(continuation.recorded_config.train, config.train, last_step + 1):
+            if lr_change := describe_lr_change(old_config.train, config.train, last_step + 1):
                 console.note(lr_change)
         else:
             console.note("no complete checkpoint: the run starts again with step 1")

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,21 +208,10 @@ def _is_original(run: RunDirectory) -> bool:
     return "\0" not in recorded_path and os.path.realpath(recorded_path) == os.path.realpath(run.path)
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """The plan and the configuration with which a run continues. `recorded_config`: the configuration before that;
-    `missing_keys`: keys that run.yaml lacks because an older version wrote it."""
-
-    plan: Plan
-    config: Configuration
-    recorded_config: Configuration
-    missing_keys: tuple[str, ...]
-
-
 def prepare_continuation(
     run: RunDirectory, state: str, overrides: Sequence[str], plan_path: str | None
-) -> Continuation:
-    """Return the configuration and plan with which `run` continues. `state`: the run's state as tables show it;
+) -> tuple[Plan, Configuration]:
+    """Return the plan and configuration with which `run` continues. `state`: the run's state as tables show it;
     `plan_path`: file of another plan than the run's own, or None.
 
     Raise ConfigError if the run is active or has made all its steps, or if the plan is for another model or batch;
@@ -232,7 +221,7 @@ def prepare_continuation(
     if not {"launcher", "train", "slurm"} <= run.config.keys():
         hint = "submit a new run with its plan: `holmes submit`"
         raise RecordError("run.yaml has no complete configuration", where=str(run.path), hint=hint)
-    recorded_config, missing_keys = recorded(run.config)
+    recorded_config, _ = recorded(run.config)
     check_overrides(overrides)
     paths: dict[str, Any] = {key: getattr(recorded_config, key) for key in ("run_dir", "plan_file", "site_file")}
     config = replace(with_overrides(recorded_config, overrides), **paths) if overrides else recorded_config
@@ -257,4 +246,4 @@ def prepare_continuation(
     elif plan_path:  # this machine starts any number of ranks
         plan_options = replace(config.plan, gpus_per_node=plan.components[0].gpus_per_node)
         check_site(plan, site(replace(config, plan=plan_options)))
-    return Continuation(plan, config, recorded_config, tuple(missing_keys))
+    return plan, config

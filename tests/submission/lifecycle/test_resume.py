@@ -42,7 +42,8 @@ def test_a_local_run_accepts_a_plan_with_another_number_of_ranks(record: RunDire
     local_site = plans.local_plan().site
     wide_site = replace(local_site, pools=(replace(local_site.pools[0], gpus_per_node=4),))
     four = plans.plan("local", nodes=1, site=wide_site)
-    assert prepare_continuation(record, "failed", [], write_plan(four, tmp_path / "four.yaml")).plan.world_size == 4
+    plan, _ = prepare_continuation(record, "failed", [], write_plan(four, tmp_path / "four.yaml"))
+    assert plan.world_size == 4
 
 
 def test_a_completed_run_without_a_checkpoint_is_not_resumed(
