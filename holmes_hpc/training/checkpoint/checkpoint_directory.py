@@ -14,7 +14,9 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import DataError, RunFailed
@@ -29,6 +31,8 @@ IMPORTED = "hugging_face"  # key in holmes.json of `holmes import`; such a direc
 # The keys of a model, and of its experts, that change neither the shapes nor the use of the weights.
 _NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance", "z_loss", "capacity")
 _NAME = re.compile(r"step-(\d{8,})\Z")
+_FileName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.\.?\Z)[^/\0]+\Z")]  # without a path
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,9 @@ def _read_description(path: Path) -> dict[str, Any] | str:
         return f"{DESCRIPTION} is damaged"
     if not isinstance(content, dict) or not all(isinstance(content.get(k, {}), dict) for k in ("model", "parallel")):
         return f"{DESCRIPTION} is damaged"
-    files = content.get("files")
-    if not isinstance(files, dict) or not all(map(_is_file_entry, files, files.values())):
+    try:
+        files = msgspec.convert(content.get("files"), dict[_FileName, tuple[_Count, _Count]])  # name -> size, CRC-32
+    except msgspec.ValidationError:
         return f"{DESCRIPTION} lists no files with sizes and checksums"
     if METADATA_FILE not in files and not content.get(IMPORTED):
         return f"{DESCRIPTION} does not list {METADATA_FILE}"
@@ -168,18 +173,6 @@ def _read_description(path: Path) -> dict[str, Any] | str:
     if named_step is not None and content.get("step", int(named_step[1])) != int(named_step[1]):
         return f"{DESCRIPTION} is of step {content.get('step')}"
     return content
-
-
-def _is_file_entry(name: str, entry: Any) -> bool:
-    """Return whether `name` is a file name without a path, and `entry` is [size, CRC-32]."""
-    return (
-        os.path.basename(name) == name
-        and name not in ("", ".", "..")
-        and "\0" not in name
-        and isinstance(entry, list)
-        and len(entry) == 2
-        and all(type(number) is int and number >= 0 for number in entry)
-    )
 
 
 def finish(unfinished: Path, step: int, description: Mapping[str, Any], files: Mapping[str, tuple[int, int]]) -> Path:
