@@ -33,14 +33,19 @@ class Reply:
     failure: str = ""
 
 
-def bound_socket(interface: str, address: str) -> socket.socket:
-    """Return a TCP socket that uses only this interface, whatever the routes are.
+def bound_socket(
+    interface: str, address: str, peer: tuple[str, int] | None = None, timeout_s: float | None = None
+) -> socket.socket:
+    """Return a TCP socket that uses only this interface, whatever the routes are; with a `peer`, a connection to it.
     Gloo and NCCL follow the routes, and would use another network without an error."""
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         with contextlib.suppress(PermissionError):  # kernels before 5.7 require CAP_NET_RAW
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")
         bound.bind((address, 0))
+        if peer is not None:
+            bound.settimeout(timeout_s)
+            bound.connect(peer)
     except OSError:
         bound.close()
         raise
@@ -138,9 +143,7 @@ def reach(source: Endpoint, targets: Mapping[str, Endpoint], token: str, timeout
 def _reach_target(source: Endpoint, node: str, target: Endpoint, token: str, timeout_s: float) -> Reply:
     deadline, text = time.monotonic() + timeout_s, b""
     try:
-        with bound_socket(source.interface, source.address) as connection:
-            connection.settimeout(timeout_s)
-            connection.connect((target.address, target.port))
+        with bound_socket(source.interface, source.address, (target.address, target.port), timeout_s) as connection:
             connection.sendall(_json_line({"token": token}))
             sent_at = time.time()
             while not text.endswith(b"\n") and len(text) < HEADER_BYTES:

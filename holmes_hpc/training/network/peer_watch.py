@@ -49,19 +49,9 @@ class PeerWatch:
     def connect(self, kind: str, peer: Listener, previous: Listener) -> None:
         """Watch node `peer` over this node's NIC of `kind`. `previous`: the listener of the node that watches this one.
         Raise OSError if `peer` does not answer."""
-        connection = self._connection(kind, peer, CONNECT_S)
+        connection = bound_socket(*self._node.interfaces[kind], (peer.address, peer.port), CONNECT_S)
         keep_alive(connection)
         self._watched.append((kind, peer, previous, connection))
-
-    def _connection(self, kind: str, peer: Listener, timeout_s: float) -> socket.socket:
-        connection = bound_socket(*self._node.interfaces[kind])
-        connection.settimeout(timeout_s)
-        try:
-            connection.connect((peer.address, peer.port))
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
     def find_silence(self) -> NetworkError | None:
         """Return an error if a watched node is silent, else None. A connection that its peer closes is no error."""
@@ -79,7 +69,7 @@ class PeerWatch:
 
     def _answers(self, kind: str, peer: Listener) -> bool:
         try:
-            self._connection(kind, peer, ANSWER_S).close()
+            bound_socket(*self._node.interfaces[kind], (peer.address, peer.port), ANSWER_S).close()
         except OSError as e:
             return e.errno == errno.ECONNREFUSED  # its kernel runs
         return True

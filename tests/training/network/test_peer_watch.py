@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
+from holmes_hpc.training.network import peer_watch
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.keepalive import SILENCE_S, keep_alive
 from holmes_hpc.training.network.peer_watch import PeerWatch, watch_next_nodes
@@ -57,7 +58,7 @@ def test_silence_names_the_peer_or_this_node(answers: bool, problem: str, monkey
     silent = SimpleNamespace(getsockopt=lambda *_: errno.ETIMEDOUT)
     monkeypatch.setattr(watch, "_watched", [(kind, peer, before, silent)])
     if not answers:
-        monkeypatch.setattr(watch, "_connection", lambda *_: (_ for _ in ()).throw(TimeoutError()))
+        monkeypatch.setattr(peer_watch, "bound_socket", lambda *_: (_ for _ in ()).throw(TimeoutError()))
     error = watch.find_silence()
     assert error is not None and error.what == problem and error.where == "node n0"
 
