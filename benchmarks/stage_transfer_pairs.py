@@ -40,7 +40,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.console import note, table
 from holmes_hpc.fabric.listing import read_site
 from holmes_hpc.fabric.site import Site
-from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.planning.cost.calibration import NO_CALIBRATION, Calibration
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.plan.plan import Plan, Schedule
@@ -335,7 +335,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs") / "stage-transfer")
     arguments = parser.parse_args()
     calibration = (
-        Calibration.from_dict(yaml.safe_load(arguments.calibration.read_text())) if arguments.calibration else None
+        Calibration.from_dict(yaml.safe_load(arguments.calibration.read_text()))
+        if arguments.calibration
+        else NO_CALIBRATION
     )
     site, costs = read_site(), Costs(calibration, arguments.pace_ms)
     deadline = time.time() + 60 * arguments.minutes

@@ -16,7 +16,7 @@ from holmes_hpc.fabric.node_gpus import UNKNOWN_GPU
 from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
 from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
 from holmes_hpc.fabric.site_file import read_site_file
-from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.planning.cost.calibration import NO_CALIBRATION, Calibration
 from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit_corrections
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.kernels import kind
@@ -98,7 +98,7 @@ def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapp
     `software_fields`: values for fields of :class:`Software`; they override the values that follow from `config.train`.
     """
     path, train = config.calibration, config.train
-    calibration = read_calibration(path, plan or config) if path else None
+    calibration = read_calibration(path, plan or config) if path else NO_CALIBRATION
     facts = Software.facts_of(train, plan.transport_mode if plan else config.plan.transport)
     software = make(Software, {**facts, **(software_fields or {})}, "software")
     return Costs(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from holmes_hpc.fabric.site import Pool
+from holmes_hpc.planning.cost.calibration import NO_CALIBRATION
 from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.cost.layout import Layout, window_rate
 from holmes_hpc.planning.cost.network_figures import UNMEASURED_NICS
@@ -23,9 +24,7 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
         elif layout.costs.is_measured(pool):
             notes += _calibration_notes(layout, pool)
         else:
-            suffix = (
-                "; the calibration has other GPUs" if calibration and any(f.parts for f in calibration.fabrics) else ""
-            )
+            suffix = "; the calibration has other GPUs" if any(f.parts for f in calibration.fabrics) else ""
             notes.append(
                 f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
                 f" fitted efficiency), not measured{suffix}"
@@ -45,12 +44,12 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes.append("fused attention by Transformer Engine or torch is assumed; without it, runs fail at start")
         if str(pool.nic) in UNMEASURED_NICS and pool.rdma_efficiency is None and not layout.costs.is_measured(pool):
             notes.append(f"no figures for {pool.nic} ({pool.name}): RoCE's efficiency assumed")
-        if calibration is None or not any(f.links for f in calibration.fabrics):
+        if not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")
     software, p = layout.costs.software, layout.parallel
     if software.overlap_gather and not software.overlap and p.distributed_optimizer and layout.intra_dp_size > 1:
         notes.append("train.overlap_param_gather has no effect with train.overlap_grad_reduce=false")
-    if calibration is None:  # measured rates contain the limit of windows
+    if calibration == NO_CALIBRATION:  # measured rates contain the limit of windows
         notes += _tcp_window_notes(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
 
@@ -70,7 +69,7 @@ def _tcp_window_notes(layout: Layout) -> Iterator[str]:
 
 def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
     """Yield a note for each way in which the measured layer times differ from the pool: its name, GPU kind or TP."""
-    measured = layout.costs.calibration.best_match(pool) if layout.costs.calibration is not None else None
+    measured = layout.costs.calibration.best_match(pool)
     assert measured is not None
     if measured.fabric and measured.fabric != pool.name:
         yield f"layer times on {pool.name} assumed as measured on {measured.fabric}, with the same GPUs"

@@ -191,6 +191,9 @@ class Calibration(Checked, where="calibration"):
         raise ConfigError(problem, where="calibration", hint=hint)
 
 
+NO_CALIBRATION = Calibration()
+
+
 @dataclass(frozen=True)
 class Corrections(Checked, where="corrections"):
     """Factors for the planner's figures, fitted to a site's own runs.

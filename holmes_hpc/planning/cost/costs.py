@@ -17,14 +17,14 @@ from functools import cached_property
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.fabric.site import FLASH_ATTENTION, Gpu, Pool, Site, auto_dtype
+from holmes_hpc.fabric.site import FLASH_ATTENTION, Gpu, Pool, auto_dtype
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.calibration import (
+    NO_CALIBRATION,
     NO_CORRECTIONS,
     Calibration,
     Corrections,
     MeasuredPart,
-    MeasuredPool,
     interpolate,
 )
 from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
@@ -56,7 +56,7 @@ class Costs:
     factors of compute times and link rates, fitted to a site's own runs.
     """
 
-    calibration: Calibration | None = None
+    calibration: Calibration = NO_CALIBRATION
     pace_layer_ms: float | None = None
     pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # of the pace, by pool
     dtype: str | None = None
@@ -66,12 +66,7 @@ class Costs:
     corrections: Corrections = NO_CORRECTIONS
 
     def __post_init__(self) -> None:
-        if self.calibration is not None:
-            self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
-
-    def with_measured_links(self, site: Site) -> Site:
-        """Return `site` with the measured links between its pools."""
-        return self.calibration.with_measured_links(site) if self.calibration is not None else site
+        self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
 
     def software_on(self, gpu: Gpu) -> Software:
         """Return the training program's behaviour on a GPU kind. ConfigError for FlashAttention with fp32 weights."""
@@ -94,7 +89,7 @@ class Costs:
         return replace(self.software, attention=attention, fused_norm=fused_norm)
 
     def dtype_of(self, gpu: Gpu) -> str:
-        return self.dtype or (self.calibration.dtype if self.calibration else None) or auto_dtype([gpu])
+        return self.dtype or self.calibration.dtype or auto_dtype([gpu])
 
     def weight_bytes(self, gpu: Gpu) -> int:
         """Return the bytes of one weight. One element of an activation has the same size."""
@@ -120,7 +115,7 @@ class Costs:
         return self._memo.of(*key, compute=lambda: self._link(name, pool, collective))  # 100,000 calls in a search
 
     def _link(self, name: str, pool: Pool, collective: str) -> Link:
-        link = self.calibration.link(pool, name, collective) if self.calibration is not None else None
+        link = self.calibration.link(pool, name, collective)
         if link is None:
             link = self._links(pool.gpu)[name]
             if pool.nic.rdma and name == str(pool.nic) and not (pool.gpu.is_cpu or self.pace_layer_ms):
@@ -195,7 +190,7 @@ class Costs:
     def optimizer_s(self, parameters: float, pool: Pool) -> float:
         """Return the seconds in which Adam updates `parameters` parameters. It reads the gradient, the fp32 weight and
         two moments. It writes the fp32 weight, the two moments, and the weight in the model's dtype."""
-        gpu, measured = pool.gpu, self._measured_pool(pool)
+        gpu, measured = pool.gpu, self.calibration.best_match(pool)
         if measured is not None and measured.optimizer_s is not None:
             return parameters * measured.optimizer_s
         moved_bytes = parameters * (self.gradient_size + 6 * 4 + self.weight_bytes(gpu))
@@ -208,7 +203,7 @@ class Costs:
     def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
         """Return the fixed seconds of a pass through one of a stage's `chunks` model chunks.
         They come in addition to the times of layers, embedding and head."""
-        measured = self._measured_pool(pool)
+        measured = self.calibration.best_match(pool)
         if self.pace_layer_ms:
             return 0.0 if self.is_measured(pool) else EMULATED_PASS_S
         if measured is not None and measured.pass_s is not None:
@@ -219,7 +214,7 @@ class Costs:
 
     def step_overhead_s(self, pool: Pool) -> float:
         """Return the fixed seconds of a step, in addition to its passes and its traffic."""
-        if self.calibration is not None and self.calibration.step_s is not None:
+        if self.calibration.step_s is not None:
             return self.calibration.step_s
         return self.stack.step_s if self.is_modelled(pool) else 0.0
 
@@ -229,14 +224,11 @@ class Costs:
 
     def is_measured(self, pool: Pool) -> bool:
         """Return whether layers were measured on GPUs of the pool's kind."""
-        return self.calibration is not None and bool(self.calibration.parts(pool, "layer", 1))
+        return bool(self.calibration.parts(pool, "layer", 1))
 
     def _correct(self, seconds: Seconds, gpu: Gpu) -> Seconds:
         factor = 1.0 if self.pace_layer_ms else self.corrections.compute.get(gpu.name, 1.0)
         return seconds if factor == 1.0 else (factor * seconds[0], factor * seconds[1])
-
-    def _measured_pool(self, pool: Pool) -> MeasuredPool | None:
-        return self.calibration.best_match(pool) if self.calibration is not None else None
 
     def _times(self, shape: LayerShape, gpu: Gpu, cp_gbps: float | None = None) -> tuple[Seconds, Seconds, Seconds]:
         return part_times(self._device(gpu), self.software_on(gpu), shape, self.gradient_size, cp_gbps)
@@ -252,8 +244,7 @@ class Costs:
     def _paced_s(self, shape: LayerShape, pool: Pool) -> Seconds:
         """Return the seconds of (forward, backward) of an emulated layer, whose time does not depend on its size.
         A measured time is used if there is one, otherwise `pace_layer_ms`."""
-        rows = self.calibration.parts(pool, "layer", shape.model.hidden) if self.calibration is not None else []
-        if rows:
+        if rows := self.calibration.parts(pool, "layer", shape.model.hidden):
             tokens, tp = shape.tokens, shape.tp
             nearest = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))
             return nearest.forward_s, nearest.backward_s
@@ -263,7 +254,7 @@ class Costs:
 
     def _measured_s(self, part: str, shape: LayerShape, pool: Pool) -> Seconds | None:
         """Return the seconds of (forward, backward) of a part, from its measurements; None if there are none."""
-        if self.calibration is None or not (rows := self.calibration.parts(pool, part, shape.model.hidden)):
+        if not (rows := self.calibration.parts(pool, part, shape.model.hidden)):
             return None
         return self._memo.of(part, shape, pool.name, pool.gpu, compute=lambda: self._interpolate_s(rows, shape, pool))
 
@@ -338,7 +329,7 @@ class Costs:
         gpu, tp = pool.gpu, shape.tp
         if tp == 1:
             return 0.0
-        link = self.calibration.link(pool, "local", "reduce_scatter") if self.calibration is not None else None
+        link = self.calibration.link(pool, "local", "reduce_scatter")
         if link is None and not gpu.is_cpu:
             return all_reduce_s(self._device(gpu), shape)
         link, factor = link or self._links(gpu)["local"], collectives(gpu).all_reduce

@@ -19,6 +19,7 @@ import numpy as np
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cache import Memo
+from holmes_hpc.planning.cost.calibration import NO_CALIBRATION
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule
@@ -113,7 +114,7 @@ class Layout:
     def of(cls, plan: Plan, costs: Costs) -> Layout:
         costs = replace(costs, grad_dtype=costs.grad_dtype or plan.grad_dtype)
         return cls(
-            site=costs.with_measured_links(plan.site),
+            site=costs.calibration.with_measured_links(plan.site),
             costs=costs,
             batch=plan.parts,
             **{name: getattr(plan, name) for name in PLAN_FIELDS},
@@ -334,7 +335,7 @@ class Layout:
             gbps *= self._nodes_of_domain(component.pool)
         rate = gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
-        if not delay_s or self.costs.calibration is not None:  # measured rates include the TCP windows' limit
+        if not delay_s or self.costs.calibration != NO_CALIBRATION:  # measured rates include the TCP windows' limit
             return rate
         return min(rate, window_rate(component, delay_s) * (1 if collective else self.edge_connections))
 

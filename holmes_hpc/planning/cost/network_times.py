@@ -258,7 +258,7 @@ def tied_embedding_s(layout: Layout) -> float:
 
 def _norm_s(layout: Layout) -> float:
     """Return the seconds of all-reducing the gradient norm up and down a tree; 0 if a measured `step_s` includes it."""
-    if layout.costs.calibration is not None and layout.costs.calibration.step_s:
+    if layout.costs.calibration.step_s:
         return 0.0
     steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
     shared, pairs = layout.transport_rule.shared, (*((c, c) for c in layout.components), *layout.ring_links)

@@ -62,7 +62,7 @@ def best_plan(
     PlanError if a size is not divisible as needed, or if no plan fits in memory. For memory, the message names the
     missing memory and a change that helps.
     """
-    site = costs.with_measured_links(searched_site(site, options))
+    site = costs.calibration.with_measured_links(searched_site(site, options))
     clock, problem, plans, failure = clock or Clock(), Problem(model, batch, site, options, costs), list[Plan](), None
     for cp, all_to_all in cp_choices(problem):
         if plans and (clock.is_over() or not (options.cp or batch.sequence_length >= LONG_SEQUENCE)):
@@ -180,7 +180,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     that a search would choose. If the layout does not fit in memory, the plan has a note that says so.
     """
     PlanError.refuse("layout", *((not getattr(options, n), f"{n} is missing", f"give {n}") for n in ("tp", "pp", "dp")))
-    site = costs.with_measured_links(searched_site(site, options))
+    site = costs.calibration.with_measured_links(searched_site(site, options))
     problem = Problem(model, batch, site, options, costs)
     _, batch, _, options, _ = with_cp(problem, options.cp or 1, options.cp_comm == "a2a")
     chunks = options.virtual_stages or 1

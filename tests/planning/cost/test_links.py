@@ -15,7 +15,7 @@ from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import FabricLink, NicType, Pool, Site
 from holmes_hpc.planning.cost.assumptions import assumptions
-from holmes_hpc.planning.cost.calibration import Calibration
+from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import (
@@ -72,7 +72,7 @@ def test_rate_and_delay_apply_to_one_pair_of_fabrics() -> None:
 def test_tcp_windows_are_noted_unless_the_links_are_measured() -> None:
     layout = Layout.of(pipeline(with_links(FabricLink(("b", "c"), delay_ms=7))), Costs())
     assert any("TCP windows of 3 MiB" in note for note in assumptions(layout))
-    measured = replace(layout, costs=Costs(Calibration(())))
+    measured = replace(layout, costs=Costs(Calibration((MeasuredPool(),))))
     assert not any("TCP windows" in note for note in assumptions(measured))
 
 

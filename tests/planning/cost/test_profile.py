@@ -108,7 +108,7 @@ def test_other_json_profiles_are_refused(tmp_path: Path, data: object, message: 
     with pytest.raises(ConfigError, match=message):
         request.costs(load(["model=gpt_3_6b", f"calibration={path}"]))
     path.write_text(json.dumps(sailor_profile()))
-    assert request.costs(load(["model=gpt_3_6b", f"calibration={path}"])).calibration is not None
+    assert request.costs(load(["model=gpt_3_6b", f"calibration={path}"])).calibration.fabrics
 
 
 def test_runs_are_predicted_by_their_layer_profile() -> None:

@@ -189,12 +189,12 @@ def costs(data: Any, tmp_path: Path) -> Costs:
 
 def test_a_calibration_is_read(tmp_path: Path) -> None:
     calibration = costs(CALIBRATION, tmp_path).calibration
-    assert calibration is not None and calibration.to_dict() == CALIBRATION
+    assert calibration.to_dict() == CALIBRATION
 
 
 def test_a_calibration_of_an_earlier_release_is_read(tmp_path: Path) -> None:
     calibration = costs(OLDER, tmp_path).calibration
-    assert calibration is not None and calibration.pace_layer_ms == 10 and len(calibration.fabrics) == 1
+    assert calibration.pace_layer_ms == 10 and len(calibration.fabrics) == 1
     fabric = calibration.to_dict()["fabrics"][0]
     assert fabric["parts"] == [{**OLDER["parts"][0], "sequence": 0, "sequence_parallel": False}]
     assert fabric["links"] == OLDER["links"] and fabric["device"] == "cpu" and not fabric["fabric"]
