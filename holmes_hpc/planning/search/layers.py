@@ -4,7 +4,8 @@ Layers are exact (shortest simulated step), proportional (as in the Holmes paper
 model hold layers in arrays of shape (1, S, C): S stages of C chunks.
 """
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -62,19 +63,35 @@ def proportional_layers(layout: Layout) -> np.ndarray:
     return chunk_layers([*counts, layers - sum(counts)], chunks)
 
 
-def assign_all(assign: Callable[[float], list[int]], layers: int, max_s: float) -> list[int]:
-    """Find the least time limit at which `assign` assigns all `layers`; return the layers per stage under this limit.
+def _front_loaded(
+    busy_s: np.ndarray, delay_s: np.ndarray, transfers_s: Sequence[float], max_s: float, least: Sequence[int]
+) -> np.ndarray:
+    """Return layers for stages that run far ahead of later stages. A stage that starts later has fewer layers.
 
-    `assign`: a function from a time limit in seconds to the layers of each stage. `max_s`: a limit that suffices.
+    For a given step time, each stage in turn gets as many layers as it can compute between the arrival of its first
+    micro-batch and the time when its last gradients must leave. The shortest step time that assigns all layers is used.
+    `busy_s`: seconds of a step in which each stage is busy with 1, 2, … layers; `delay_s`: seconds by which it then
+    delays later stages, (layers, S) each. `transfers_s`: of the transfers to each stage and back. `max_s`: a step time
+    that suffices. `least`: the fewest layers of each stage.
     """
-    low, high = 0.0, max_s
+    stages = list(zip(busy_s.T.tolist(), delay_s.T.tolist(), transfers_s, least, strict=True))
+
+    def assign(limit_s: float) -> list[int]:
+        counts, elapsed = list[int](), 0.0
+        for busy, delay, transfer_s, fewest in stages:
+            elapsed += transfer_s
+            counts.append(max(fewest, bisect_right(busy, limit_s - elapsed)))
+            elapsed += delay[counts[-1] - 1]
+        return counts
+
+    layers, low, high = len(busy_s), 0.0, max_s
     for _ in range(BISECTION_STEPS):
         middle = (low + high) / 2
         low, high = (low, middle) if sum(assign(middle)) >= layers else (middle, high)
     counts = assign(high)
     for s in reversed(range(len(counts))):  # several stages may have gained a layer at the same limit
         counts[s] -= min(counts[s] - 1, sum(counts) - layers)
-    return counts
+    return chunk_layers(counts, 1)
 
 
 class LayerSplitter:
@@ -121,41 +138,18 @@ class LayerSplitter:
         return chunk_layers(counts, self.chunks), bool((counts >= self.max_layers).any())
 
     def front_loaded(self) -> np.ndarray:
-        """Return layers for stages that run far ahead of later stages. A stage that starts later has fewer layers.
-
-        For a given step time, each stage in turn gets as many layers as it can compute between the arrival of its first
-        micro-batch and the time when its last gradients must leave. The shortest step time that assigns all layers is
-        used.
-        """
+        """Return layers for stages that run far ahead of later stages (:func:`_front_loaded`)."""
         delay, busy, transfer = (np.zeros((2, self.pp)) for _ in range(3))  # rows: one layer, two layers per stage
         for d in self._times:
             passes = d.compute()[:, :, 0]
             delay = np.maximum(delay, passes + d.ready[:, :, 0])  # seconds by which a stage delays later ones
             busy = np.maximum(busy, self.micro_batches * passes + d.ready[:, :, 0] + d.tail[:, :, 0])
             transfer[0, 1:] = np.maximum(transfer[0, 1:], d.down[0, :-1] + d.up[0, 1:])
-        stages = list(
-            zip(
-                delay[0].tolist(),
-                (delay[1] - delay[0]).tolist(),
-                busy[0].tolist(),
-                (busy[1] - busy[0]).tolist(),
-                transfer[0].tolist(),
-                self.least.tolist(),
-                self.max_layers.tolist(),
-                strict=True,
-            )
-        )
-
-        def assign(limit: float) -> list[int]:
-            counts, elapsed = list[int](), 0.0
-            for first_delay, layer_delay, first_busy, layer_busy, transfer_s, least, most in stages:
-                elapsed += transfer_s
-                counts.append(min(most, least + int(max(0.0, limit - elapsed - first_busy) / layer_busy)))
-                elapsed += first_delay + layer_delay * (counts[-1] - least)
-            return counts
-
+        counts = np.arange(1, self.layers + 1)[:, None]
+        busy_s, delay_s = (one + (counts - self.least) * (two - one) for one, two in (busy, delay))
+        busy_s[counts > self.max_layers] = np.inf
         max_s = float(self.layers * (delay.sum() + busy.sum()) + transfer.sum())
-        return chunk_layers(assign_all(assign, self.layers, max_s), 1)
+        return _front_loaded(busy_s, delay_s, transfer[0].tolist(), max_s, self.least.tolist())
 
 
 def _busy_s(times: tuple[Durations, ...], micro_batches: int) -> np.ndarray:
@@ -307,17 +301,8 @@ def balanced_layers(layout: Layout) -> np.ndarray:
 
 
 def front_loaded_layers(layout: Layout) -> np.ndarray:
-    """Return layers for stages that run far ahead of later stages, as :meth:`LayerSplitter.front_loaded` does."""
+    """Return layers for stages that run far ahead of later stages (:func:`_front_loaded`)."""
     busy_s, delay_s = busy_seconds(layout)
     transfers_s = [0.0, *round_trips_s(layout)]
-
-    def assign(limit: float) -> list[int]:
-        counts, elapsed = list[int](), 0.0
-        for s, transfer_s in enumerate(transfers_s):
-            elapsed += transfer_s
-            counts.append(max(1, int(np.searchsorted(busy_s[:, s], limit - elapsed, side="right"))))
-            elapsed += float(delay_s[counts[-1] - 1, s])
-        return counts
-
     max_s = float(busy_s[-1].sum() + delay_s[-1].sum() + sum(transfers_s))
-    return chunk_layers(assign_all(assign, layout.model.layers, max_s), 1)
+    return _front_loaded(busy_s, delay_s, transfers_s, max_s, [1] * layout.parallel.pp)
