@@ -5,9 +5,9 @@ then change one at a time, as long as the simulated step gets shorter.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby, permutations
-from math import ceil, inf
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -104,58 +104,45 @@ class Variant(Solution):
         return replace(self, layout=layout, layers=layers, seconds=float(step_s(layout, layers)[0]))
 
 
-@dataclass
-class _Simulated:
-    """The variants simulated so far, and the number of passes simulated for them."""
-
-    clock: Clock
-    variants: list[Variant] = field(default_factory=list)
-    shapes: set[Shape] = field(default_factory=set)
-    passes: int = 0
-
-    def least_s(self, default: float = inf) -> float:
-        """Return the seconds of the shortest step so far, or `default` before the first simulation."""
-        return min((v.seconds for v in self.variants), default=default)
-
-    def is_over(self, max_passes: int) -> bool:
-        """Return whether more than `max_passes` are simulated, or the time limit is reached."""
-        return self.passes > max_passes or bool(self.variants and self.clock.is_over())
-
-
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
     The list is empty if no shape that fits in memory promises a step below `max_s` seconds."""
-    options, done, available = problem.options, _Simulated(clock), available_pools(problem.site, problem.options)
+    options, available = problem.options, available_pools(problem.site, problem.options)
+    simulated, tried, passes = list[Variant](), set[Shape](), 0
 
     def simulate(shape: Shape) -> None:
-        done.shapes.add(shape)
+        nonlocal passes
+        tried.add(shape)
         balanced = _balanced_variant(problem, available, shape)
         front_loaded = balanced and _front_loaded_variant(balanced, options)
-        simulated = [v.simulate() for v in (balanced, front_loaded) if v is not None]
-        done.passes += sum(v.passes for v in simulated)
-        done.variants += simulated
-        clock.report(f"planning: layouts with per-stage TP/DP, {len(done.variants)} simulated so far")
+        of_shape = [v.simulate() for v in (balanced, front_loaded) if v is not None]
+        passes += sum(v.passes for v in of_shape)
+        simulated.extend(of_shape)
+        clock.report(f"planning: layouts with per-stage TP/DP, {len(simulated)} simulated so far")
+
+    def is_over(max_passes: int) -> bool:
+        return passes > max_passes or bool(simulated and clock.is_over())
 
     for shape in best_shapes(problem, MAX_OVERESTIMATE * max_s)[:MAX_SHAPES]:
-        if done.is_over(effort.shapes) and len(done.shapes) >= MIN_SHAPES:
+        if is_over(effort.shapes) and len(tried) >= MIN_SHAPES:
             break
-        if shape.estimate <= MAX_OVERESTIMATE * done.least_s(max_s):
+        if shape.estimate <= MAX_OVERESTIMATE * min((v.seconds for v in simulated), default=max_s):
             simulate(shape)
-    max_passes, expanded = done.passes + effort.neighbours, set[Shape]()
-    while unexpanded := [v for v in done.variants if v.shape not in expanded]:
-        best, least_s = min(unexpanded, key=lambda v: v.seconds), done.least_s()
-        if done.is_over(max_passes) or best.seconds > NEAR * least_s:
+    max_passes, expanded = passes + effort.neighbours, set[Shape]()
+    while unexpanded := [v for v in simulated if v.shape not in expanded]:
+        best, least_s = min(unexpanded, key=lambda v: v.seconds), min(v.seconds for v in simulated)
+        if is_over(max_passes) or best.seconds > NEAR * least_s:
             break
         expanded.add(best.shape)
         if best.seconds <= least_s:  # estimates do not tell whether a pool is worth its transfers
             for shape in best.shape.on_other_pools():
-                if shape not in done.shapes and not done.is_over(max_passes):
+                if shape not in tried and not is_over(max_passes):
                     simulate(shape)
         for shape in best.shape.neighbours():
             expected_s = shape.estimate * best.seconds / best.shape.estimate
-            if shape not in done.shapes and expected_s < NEAR * least_s and not done.is_over(max_passes):
+            if shape not in tried and expected_s < NEAR * least_s and not is_over(max_passes):
                 simulate(shape)
-    return _refine_all(sorted(done.variants, key=lambda v: v.seconds), options, clock, effort)
+    return _refine_all(sorted(simulated, key=lambda v: v.seconds), options, clock, effort)
 
 
 def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, effort: Effort) -> list[Variant]:
