@@ -213,7 +213,7 @@ def _replica_events(layout: Layout, times: Timing, replica: int, order: Order) -
 
 def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
     """Return the simulated step of one layer split with per-stage TP/DP, as events of :func:`timeline`."""
-    order, durations = layout.order, row_durations(times := timing(layout, layers), 0)
+    order, durations = layout.order, row_durations(layout, times := timing(layout, layers), 0)
     tails = times.replicas[0].tail[0, :, 0].tolist()
     passes, simulated = list[TimedPass](), list[dict[str, Any]]()
 

@@ -68,7 +68,7 @@ class Timing:
     `replicas`: for each kind of pipeline replica. `one_nic`: see :func:`_shared_nics`. The work after all gradients are
     reduced: `tied`: all-reduce of a tied embedding's gradient; `norm`: all-reduce of the gradient norm; `optimizer`:
     update of parameters, (plans,); `gather`: parameter gather of each stage, (plans, S), 0 if it is part of the passes;
-    `overhead`: fixed seconds of a step. `edges`: only for a layout with per-stage TP/DP."""
+    `overhead`: fixed seconds of a step."""
 
     replicas: tuple[Durations, ...]
     one_nic: tuple[tuple[bool, ...], ...]
@@ -77,7 +77,6 @@ class Timing:
     optimizer: np.ndarray
     gather: np.ndarray
     overhead: float
-    edges: RowDurations | None = None
 
     def after_reduction_s(self) -> np.ndarray:
         return self.tied + self.norm + self.overhead + self.optimizer + self.gather.max(axis=1)
@@ -121,7 +120,6 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
         optimizer=(shares * updates).max(axis=1),
         gather=gather,
         overhead=network.overhead,
-        edges=edge_times(layout),
     )
 
 
@@ -143,12 +141,11 @@ def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
     }
 
 
-def row_durations(times: Timing, split: int) -> RowDurations:
+def row_durations(layout: Layout, times: Timing, split: int) -> RowDurations:
     """Return the durations to simulate, for one layer split of a layout with per-stage TP/DP."""
-    d, e = times.replicas[0], times.edges
-    assert e is not None
+    d = times.replicas[0]
     return replace(
-        e,
+        edge_times(layout),
         forward=d.forward[split, :, 0].tolist(),
         backward=d.backward[split, :, 0].tolist(),
         ready=d.ready[split, :, 0].tolist(),
@@ -158,17 +155,10 @@ def row_durations(times: Timing, split: int) -> RowDurations:
 
 def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
     """Return the seconds until all gradients of each layer split are reduced, (plans,)."""
-    stage = [layout.order.stage_of(row) for row in range(layout.order.rows)]
-    tails = times.replicas[0].tail[:, :, 0].tolist()
-    return np.array(
-        [
-            max(
-                end + tail[stage[row]]
-                for row, end in enumerate(row_end_times(layout.order, row_durations(times, split)))
-            )
-            for split, tail in enumerate(tails)
-        ]
-    )
+    order, tails = layout.order, times.replicas[0].tail[:, :, 0]
+    stages = [order.stage_of(row) for row in range(order.rows)]
+    ends = np.array([row_end_times(order, row_durations(layout, times, split)) for split in range(len(tails))])
+    return np.asarray((ends + tails[:, stages]).max(axis=1))
 
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = ACCURATE) -> np.ndarray:
