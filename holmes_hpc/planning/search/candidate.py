@@ -7,7 +7,6 @@ from math import inf
 
 import numpy as np
 
-from holmes_hpc.config.model import Batch
 from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.flops import layer_parameters
@@ -17,7 +16,7 @@ from holmes_hpc.planning.cost.memory import fits, max_layers
 from holmes_hpc.planning.cost.timing import least_s, step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.parts import lacks_layers
-from holmes_hpc.planning.plan.plan import RECOMPUTE, Component
+from holmes_hpc.planning.plan.plan import RECOMPUTE
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
 from holmes_hpc.planning.schedule.simulation import ACCURATE
 from holmes_hpc.planning.search.layers import (
@@ -30,7 +29,7 @@ from holmes_hpc.planning.search.layers import (
     proportional_layers,
     uniform_layers,
 )
-from holmes_hpc.planning.search.placement import Block, Placement, component, other_orders
+from holmes_hpc.planning.search.placement import Placement, component, other_orders
 from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, ep_sizes
 
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
@@ -113,7 +112,7 @@ class Evaluator:
     def _may_fit(self, placement: Placement, recompute: str, chunks: int, ep: int) -> bool:
         """Return False if the layers cannot all fit in memory.
         This quick check counts only the memory of the layers, so they may not fit even if it returns True."""
-        batch = self._batch(placement.micro_size)
+        batch = replace(self.batch, micro_size=placement.micro_size)
         kind = schedule_kind(candidate_schedules(self.options.schedule, chunks, background=False)[-1])
         depth = np.array(kind.in_flight(placement.pp, batch.micro_batches(placement.dp), chunks)) / chunks
         shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
@@ -146,7 +145,7 @@ class Evaluator:
     def _layout(self, placement: Placement, ep: int) -> Layout:
         o, is_hierarchical = self.options, placement.strategy == "hierarchical-dp"
         first_stages = accumulate((0 if is_hierarchical else b.stages for b in placement.blocks), initial=0)
-        batch = self._batch(placement.micro_size)
+        batch = replace(self.batch, micro_size=placement.micro_size)
         divides = batch.sequence_length % placement.tp == 0
         problem = f"TP {placement.tp} does not divide a sequence of {batch.sequence_length}"
         PlanError.refuse("plan", (o.sequence_parallel and not divides, problem, "remove plan.sequence_parallel"))
@@ -168,18 +167,9 @@ class Evaluator:
             batch=batch,
             recompute="none",
             schedule=schedule_of(megatron_kind(chunks=1).name, (1,) * placement.pp),  # :meth:`layout` replaces it
-            components=tuple(map(self._component, placement.blocks, first_stages)),
+            components=tuple(map(component, placement.blocks, first_stages)),
             pool_memo=self._memo.of("common", is_hierarchical and placement.pp, *sizes, compute=Memo),
         )
-
-    def _component(self, b: Block, first_stage: int) -> Component:
-        return self._memo.of(
-            *("component", b.pool.name, b.nodes, first_stage, b.stages),
-            compute=lambda: component(b.pool, b.nodes, b.gpus_per_node, first_stage, b.stages),
-        )
-
-    def _batch(self, micro_size: int) -> Batch:
-        return self._memo.of("batch", micro_size, compute=lambda: replace(self.batch, micro_size=micro_size))
 
     def _candidate(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int) -> Candidate | None:
         """Return a candidate with balanced or user-fixed layers, the best bucket size and the lower bound.

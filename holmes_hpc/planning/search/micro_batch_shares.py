@@ -25,7 +25,7 @@ from holmes_hpc.planning.search.candidate import BUCKETS
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.layers import uniform_layers
 from holmes_hpc.planning.search.per_stage import FREE_VALUES, conflicting_option
-from holmes_hpc.planning.search.placement import component
+from holmes_hpc.planning.search.placement import Block, component
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
     AvailablePool,
@@ -118,7 +118,7 @@ def _layout(
             return None
         pipelines = nodes * available.gpus_per_node // (tp * pp)
         layer_s = sum(costs.layer_s(model, batch, tp, available.pool, tp > 1, recompute))
-        components.append(component(available.pool, nodes, available.gpus_per_node, first_stage=0, stages=pp))
+        components.append(component(Block(available.pool, nodes, available.gpus_per_node, pp), first_stage=0))
         speeds += [1 / layer_s] * pipelines
     stage = StageParallel(tp, len(speeds), tuple(speed / min(speeds) for speed in speeds))
     try:

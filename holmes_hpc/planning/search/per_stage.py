@@ -31,7 +31,7 @@ from holmes_hpc.planning.search.layers import (
     front_loaded_layers,
     round_trips_s,
 )
-from holmes_hpc.planning.search.placement import component
+from holmes_hpc.planning.search.placement import Block, component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, Solution, available_pools
 from holmes_hpc.planning.search.stage_lists import pools_of
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
@@ -173,7 +173,7 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
     for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):
         pool, stages = available[index], list(stages_on_pool)
         gpus, all_nodes = pool.gpus_per_node, sum(nodes for _, nodes, _ in stages)
-        components.append(component(pool.pool, all_nodes, gpus, first_stage=len(sizes), stages=len(stages)))
+        components.append(component(Block(pool.pool, all_nodes, gpus, len(stages)), first_stage=len(sizes)))
         sizes += [StageParallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
     try:
         layout = problem.layout(

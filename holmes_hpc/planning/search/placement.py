@@ -27,10 +27,10 @@ class Block:
     stages: int
 
 
-def component(pool: Pool, nodes: int, gpus_per_node: int, first_stage: int, stages: int) -> Component:
-    """Return the component with `nodes` nodes of `pool` that hold `stages` stages, beginning with `first_stage`."""
-    indices = range(first_stage, first_stage + stages)
-    return Component(pool.partition, pool.constraint, pool.name, nodes, gpus_per_node, tuple(indices))
+def component(block: Block, first_stage: int) -> Component:
+    """Return the component that holds the stages of `block`, beginning with `first_stage`."""
+    pool, stages = block.pool, range(first_stage, first_stage + block.stages)
+    return Component(pool.partition, pool.constraint, pool.name, block.nodes, block.gpus_per_node, tuple(stages))
 
 
 @dataclass(frozen=True)

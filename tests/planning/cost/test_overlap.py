@@ -19,7 +19,7 @@ from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kind
 from holmes_hpc.planning.search.layers import chunk_layers
-from holmes_hpc.planning.search.placement import component
+from holmes_hpc.planning.search.placement import Block, component
 
 GPU_NAMES = ("v100-16gb", "a100-80gb", "l40s", "h100", "mi300x")
 GPUS = tuple(gpu for name in GPU_NAMES if (gpu := read_vocabulary().gpu(name)) is not None)
@@ -39,6 +39,7 @@ def draw_layout(rng: random.Random) -> tuple[Layout, np.ndarray]:
         rng.choice((25.0, 100.0, 400.0, 3200.0)) if nic.rdma else None,
         rng.choice((1.0, 10.0, 100.0)),
     )
+    per_pool = pp // fabrics
     pools = tuple(
         Pool(f"f{i}", nic, "p", ranks // gpus, gpus, ethernet_gbps, gpu, rdma_gbps=rdma_gbps) for i in range(fabrics)
     )
@@ -50,7 +51,7 @@ def draw_layout(rng: random.Random) -> tuple[Layout, np.ndarray]:
         Parallel.uniform(tp, pp, dp, distributed_optimizer=rng.random() < 0.9, sequence_parallel=tp > 1),
         recompute=rng.choice(("none", "full")),
         schedule=schedule_of("1f1b", (1,) * pp),
-        components=tuple(component(p, p.nodes, gpus, i * pp // fabrics, pp // fabrics) for i, p in enumerate(pools)),
+        components=tuple(component(Block(p, p.nodes, gpus, per_pool), i * per_pool) for i, p in enumerate(pools)),
         site=Site("s", pools),
         costs=Costs(software=NONE),
         transport_mode=rng.choice(("holmes", "single")),
