@@ -19,7 +19,8 @@ from published_runs import Run, costs, generation, layers, layout, read
 
 from holmes_hpc.planning.cost.kernels import Stack
 from holmes_hpc.planning.cost.timing import timing
-from holmes_hpc.planning.schedule.simulation import ROUGH, Durations, step_seconds
+from holmes_hpc.planning.schedule.graph import Durations
+from holmes_hpc.planning.schedule.simulation import ROUGH, step_seconds
 
 NAMES = tuple(f.name for f in fields(Stack))
 # Fitted constants. The others are measured (`local`, `ib`: nccl-tests on DGX A100, network_figures.py), or fitted

@@ -13,14 +13,8 @@ from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
 from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_embedding_s
-from holmes_hpc.planning.schedule.simulation import (
-    ACCURATE,
-    Durations,
-    RowDurations,
-    least_seconds,
-    row_end_times,
-    step_seconds,
-)
+from holmes_hpc.planning.schedule.graph import Durations
+from holmes_hpc.planning.schedule.simulation import ACCURATE, RowDurations, least_seconds, row_end_times, step_seconds
 
 # Weight gradients' share of a layer's backward pass: 8.5 of 19.8 ms on A100 (the layers of the 3.6B model).
 WEIGHT_SHARE = 8.5 / 19.8

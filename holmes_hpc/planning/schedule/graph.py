@@ -8,7 +8,7 @@ backward passes are split, the weight passes of every stage and turn come last. 
 builds hundreds of graphs of ten thousand nodes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
@@ -20,20 +20,42 @@ from holmes_hpc.planning.schedule.kinds import Exchange, Pass, StageTransfer, We
 from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
 
-PARTS = (
-    "forward",
-    "backward",
-    "weight",
-    "down",
-    "up",
-    "last_up",
-    "ready",
-    "reduce",
-    "tail",
-)  # columns of Durations.table
-
-
 SMALL_PASSES = 300  # graphs of fewer forward passes take at most 50 KB, so the cache holds more of them
+
+
+@dataclass(frozen=True)
+class Durations:
+    """Durations in seconds, one row per candidate plan, for S stages of C chunks.
+
+    `forward`, `backward`, `weight`: one pass, (plans, S, C); `weight` only if backward passes are split. `down`, `up`:
+    one stage transfer from stage s to s+1 and to s-1, with wrap-around, (plans, S). `last_up`: `up` of the last
+    micro-batch, which competes with gradient traffic, so it is never shorter than `up`. `ready`: the part of the
+    parameter gather that delays a chunk's first pass. `reduce`: the reduction of a chunk's gradients. `tail`: the part
+    of `reduce` that at least follows the chunk's last backward or weight pass. These three are (plans, S, C).
+    """
+
+    forward: np.ndarray
+    backward: np.ndarray
+    down: np.ndarray
+    up: np.ndarray
+    last_up: np.ndarray
+    ready: np.ndarray
+    reduce: np.ndarray
+    tail: np.ndarray
+    weight: np.ndarray = field(default_factory=lambda: np.zeros(()))  # no weight passes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", np.broadcast_to(self.weight, self.forward.shape))
+
+    def compute(self) -> np.ndarray:
+        """Return the seconds of all passes of a micro-batch, (plans, S, C)."""
+        return self.forward + self.backward + self.weight
+
+    def table(self) -> np.ndarray:
+        """Return all durations side by side, in the columns of :class:`NodeNumbers`, and a column of zeros."""
+        plans = len(self.forward)
+        parts = (part.reshape(plans, -1) for part in vars(self).values())
+        return np.concatenate([*parts, np.zeros((plans, 1))], axis=1)
 
 
 @dataclass(frozen=True)
@@ -96,9 +118,10 @@ class NodeNumbers:
         """Return the column of each node in :meth:`Durations.table`.
         `exists`: for each transfer, whether the schedule has it. Otherwise it gets the last column, which is zero."""
         per_stage, per_chunk = self.stages, self.stages * self.chunks
-        widths = [per_stage if part in ("down", "up", "last_up") else per_chunk for part in PARTS]
+        names = [f.name for f in fields(Durations)]
+        widths = [per_stage if name in ("down", "up", "last_up") else per_chunk for name in names]
         *starts, zeros = accumulate(widths, initial=0)
-        start_of = dict(zip(PARTS, starts, strict=True))
+        start_of = dict(zip(names, starts, strict=True))
         column = np.full(self.count, zeros)
         stage = np.arange(self.stages)[:, None]
         passes = column[: self.transfers].reshape(self.stages, 2, self.turns)

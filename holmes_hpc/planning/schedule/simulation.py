@@ -15,50 +15,14 @@ have completed earlier transfers in that direction. Transfers whose pass starts 
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
 
-from holmes_hpc.planning.schedule.graph import PARTS, graph
+from holmes_hpc.planning.schedule.graph import Durations, graph
 from holmes_hpc.planning.schedule.order import Order
-
-
-@dataclass(frozen=True)
-class Durations:
-    """Durations in seconds, one row per candidate plan, for S stages of C chunks.
-
-    `forward`, `backward`, `weight`: one pass, (plans, S, C); `weight` only if backward passes are split. `down`, `up`:
-    one stage transfer from stage s to s+1 and to s-1, with wrap-around, (plans, S). `last_up`: `up` of the last
-    micro-batch, which competes with gradient traffic, so it is never shorter than `up`. `ready`: the part of the
-    parameter gather that delays a chunk's first pass. `reduce`: the reduction of a chunk's gradients. `tail`: the part
-    of `reduce` that at least follows the chunk's last backward or weight pass. These three are (plans, S, C).
-    """
-
-    forward: np.ndarray
-    backward: np.ndarray
-    down: np.ndarray
-    up: np.ndarray
-    last_up: np.ndarray
-    ready: np.ndarray
-    reduce: np.ndarray
-    tail: np.ndarray
-    weight: np.ndarray = field(default_factory=lambda: np.zeros(()))  # no weight passes
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", np.broadcast_to(self.weight, self.forward.shape))
-
-    def compute(self) -> np.ndarray:
-        """Return the seconds of all passes of a micro-batch, (plans, S, C)."""
-        return self.forward + self.backward + self.weight
-
-    def table(self) -> np.ndarray:
-        """Return all durations side by side, in the columns of schedule/graph.py, and a column of zeros."""
-        plans = len(self.forward)
-        parts = (getattr(self, name).reshape(plans, -1) for name in PARTS)
-        return np.concatenate([*parts, np.zeros((plans, 1))], axis=1)
-
 
 ACCURATE, ROUGH = 6000, 1000  # forward passes of all stages to simulate before the extrapolation
 

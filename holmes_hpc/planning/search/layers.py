@@ -15,8 +15,8 @@ from holmes_hpc.planning.cost.layout import Layout, memoised
 from holmes_hpc.planning.cost.memory import memory, stage_capacity
 from holmes_hpc.planning.cost.network_times import edge_times, transfers_s
 from holmes_hpc.planning.cost.timing import step_s, timing
+from holmes_hpc.planning.schedule.graph import Durations
 from holmes_hpc.planning.schedule.kinds import schedule_kind
-from holmes_hpc.planning.schedule.simulation import Durations
 
 BISECTION_STEPS = 24
 MANY_STAGES = 10  # above this number, layers move only from the busiest stages

@@ -19,11 +19,12 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.schedule.graph import Durations
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, Pass, ScheduleKind, candidate_schedules
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, step_seconds
+from holmes_hpc.planning.schedule.simulation import least_seconds, step_seconds
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from passes import every_pass
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.graph import NodeNumbers, graph
+from holmes_hpc.planning.schedule.graph import Durations, NodeNumbers, graph
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, Exchange, in_flight
 from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.schedule.simulation import Durations, least_seconds, rounds, step_seconds
+from holmes_hpc.planning.schedule.simulation import least_seconds, rounds, step_seconds
 
 
 def durations(
