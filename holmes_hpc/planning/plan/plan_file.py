@@ -14,7 +14,6 @@ import yaml
 from holmes_hpc.errors import HolmesError, PlanError
 from holmes_hpc.fabric.site import with_pools
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
-from holmes_hpc.planning.plan.parts import Component, Stage
 from holmes_hpc.records.untrusted import from_yaml, read_file
 from holmes_hpc.schema import Checked, key, make
 
@@ -38,8 +37,9 @@ def to_dict(plan: Any) -> dict[str, Any]:
     if not plan.schedule.deferred:
         data["schedule"] = {"kind": plan.schedule.kind, "in_flight": plan.schedule.in_flight}
     data["model"] = plan.model.to_dict()
-    data["components"] = [_named(c, plan) for c in plan.components]
-    data["stages"] = [_named(s, plan) for s in plan.stages]
+    unnamed = () if _has_pools(plan) else ("pool",)  # if each pool of the plan is a fabric by itself
+    data["components"] = [_pick(asdict(c), unnamed, False) for c in plan.components]
+    data["stages"] = [_pick(asdict(s), unnamed, False) for s in plan.stages]
     p, ranks_of_node = plan.parallel, {c.pool: c.gpus_per_node for c in plan.components}
     data["parallel"] = p.settings() | {"pp": p.pp}
     if p.is_uniform:
@@ -63,12 +63,6 @@ def to_dict(plan: Any) -> dict[str, Any]:
     ]
     data["site"] = plan.site.to_dict()
     return json.loads(json.dumps(data))
-
-
-def _named(part: Component | Stage, plan: Any) -> dict[str, Any]:
-    """Return a component or a stage as plain data, without `pool` if each pool of the plan is a fabric by itself."""
-    data = asdict(part)
-    return data if _has_pools(plan) else {k: v for k, v in data.items() if k != "pool"}
 
 
 def _has_pools(plan: Any) -> bool:
