@@ -83,11 +83,8 @@ class NicNames:
         return NicNames(self.ethernet or fallback.ethernet, self.hca or fallback.hca, self.storage or fallback.storage)
 
 
-# Keys of a pool that older files lack: they are written only if they are set.
-_NEWER_KEYS = (
-    *("ethernet", "hca", "storage", "node_nics", "nccl_net", "node_cpus", "node_memory_gib", "node_gpus"),
-    *("fabric", "exclude", "gres_type", "rdma_efficiency"),
-)
+# Keys of a pool that are written even if they are not set: the oldest files have them.
+_ALWAYS_WRITTEN = ("rdma_gbps", "constraint", "node_names", "gres")
 
 
 @dataclass(frozen=True)
@@ -305,7 +302,7 @@ class Site(Checked, where="site {0.name}", error=SiteError):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for :meth:`from_dict`. If each pool is a fabric by itself, the key is `fabrics`."""
         pools: list[dict[str, Any]] = json.loads(json.dumps([asdict(pool) for pool in self.pools]))
-        pools = [{k: v for k, v in pool.items() if v or k not in _NEWER_KEYS} for pool in pools]
+        pools = [{k: v for k, v in pool.items() if v or k in _ALWAYS_WRITTEN} for pool in pools]
         for pool in pools:
             pool["gpu"] = {k: v for k, v in pool["gpu"].items() if v is not None}
         key_name = "pools" if any("fabric" in pool for pool in pools) else "fabrics"
