@@ -40,6 +40,7 @@ from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
+from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.schema import Key, keys
 
 _FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # all recipes are predicted alike
@@ -271,10 +272,11 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     Schedule and recomputation are searched unless the user set them. Of equally fast plans, return the simplest. If no
     plan fits, return the last candidate."""
     plan = config.plan
+    request.check_fp8(site, plan.nodes or (), costs)
     can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first
     candidates = [
-        request.fixed_layout(replace(config, plan=replace(plan, recompute=recompute, schedule=schedule)), site, costs)
+        fixed_plan(config.model, config.batch, site, replace(plan, recompute=recompute, schedule=schedule), costs)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
         for schedule in schedules
     ]

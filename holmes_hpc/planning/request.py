@@ -23,7 +23,7 @@ from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
 from holmes_hpc.planning.plan.parts import check_sequence_length
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.search.best import best_plan, fixed_plan
+from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.records.find import run_directories
@@ -231,14 +231,6 @@ def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
         f"{counted(plan.world_size, 'rank')} share {counted(cores, 'core')} of this machine: steps take longer than "
         "predicted"
     ]
-
-
-def fixed_layout(config: Configuration, target_site: Site | None = None, cost_model: Costs | None = None) -> Plan:
-    """Return the plan with the one layout that the `plan` options of `config` fix, even if it does not fit in memory.
-    `target_site` and `cost_model` default to those of `config`."""
-    target_site, cost_model = target_site or site(config), cost_model or costs(config)
-    check_fp8(target_site, config.plan.nodes or (), cost_model)
-    return fixed_plan(config.model, config.batch, target_site, config.plan, cost_model)
 
 
 def with_gpu(target_site: Site, name: str) -> Site:
