@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from holmes_hpc.errors import rounded
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import (
@@ -124,30 +125,25 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
     times, orders = timing(layout, layers), layout.orders
     end_s = seconds - float(times.after_reduction_s()[0])
     if layout.is_per_stage:
-        simulated, scale, first = events(layout, layers), 1.0, 0
+        simulated, scale = events(layout, layers), 1.0
     else:
         ends = [step_seconds(*replica)[0] for replica in zip(orders, times.replicas, times.one_nic, strict=True)]
-        replica, p = int(np.argmax(ends)), layout.parallel
+        replica = int(np.argmax(ends))
         order = orders[replica]
         short = min(order.micro_batches, sum(rounds(order, ACCURATE)))
         simulated = _replica_events(layout, times, replica, replace(order, micro_batches=short))
-        scale, first = order.micro_batches / short, p.pp * replica
+        scale = order.micro_batches / short
     after = {
         "grad_sync_s": times.tied + times.norm,
         "param_sync_s": float(times.gather[0].max()),
         "optimizer_s": float(times.optimizer[0]) + times.overhead,
     }
-    rows = defaultdict[int, list[dict[str, Any]]](list)
-    for event in simulated:
-        rows[event["stage"]].append(event)
     simulated_end_s = max(e["end_s"] for e in simulated if e["kind"] != "send")
-    all_parts = {row: _row_parts(row_events, simulated_end_s, end_s, scale) for row, row_events in rows.items()}
-    longest: dict[int, dict[str, float]] = {}  # by stage: parts of the replica that computes longest
-    for row, parts in sorted(all_parts.items()):
-        stage = layout.order.stage_of(row) if layout.is_per_stage else row - first
-        if stage not in longest or parts["compute_s"] > longest[stage]["compute_s"]:
-            longest[stage] = parts
-    return [{part: s + after.get(part, 0.0) for part, s in longest[stage].items()} for stage in sorted(longest)]
+    rows = grouped((e["stage"], e) for e in simulated)
+    parts_of_row = {row: _row_parts(row_events, simulated_end_s, end_s, scale) for row, row_events in rows}
+    stages = grouped((layout.order.stage_of(row), parts_of_row[row]) for row in sorted(parts_of_row))
+    longest = (max(parts, key=lambda p: p["compute_s"]) for _, parts in stages)  # of the replica that computes longest
+    return [{part: s + after.get(part, 0.0) for part, s in parts.items()} for parts in longest]
 
 
 def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, scale: float) -> dict[str, float]:

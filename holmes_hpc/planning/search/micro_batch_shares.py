@@ -14,6 +14,7 @@ import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import step_s
@@ -52,13 +53,10 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution 
     options = problem.options
     if conflicting_option(options, problem.costs, _FREE_VALUES):
         return None
-    pools_of: dict[str, list[AvailablePool]] = {}
-    for a in available_pools(problem.site, options):
-        if a.pool.nic.rdma:
-            pools_of.setdefault(a.pool.fabric_name, []).append(a)
+    available = (a for a in available_pools(problem.site, options) if a.pool.nic.rdma)
     choices = [
         pools
-        for fabric_pools in pools_of.values()
+        for _, fabric_pools in grouped((a.pool.fabric_name, a) for a in available)
         for count in range(len(fabric_pools), 1, -1)
         if not (options.nodes and count < len(options.nodes))
         for pools in combinations(fabric_pools, count)
