@@ -39,6 +39,7 @@ fabrics:
   - {name: ib-a, nic: ib, rdma_gbps: 200, partition: gpu-ib, nodes: 4, gpus_per_node: 8}
   - {name: roce-a, nic: roce, rdma_gbps: 200, partition: gpu-roce, nodes: 4, gpus_per_node: 8}
 """
+FIXED = ("model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2")  # planned in a tenth of a full search's time
 
 
 @pytest.fixture
@@ -60,9 +61,7 @@ def test_plan_for_a_site_file_is_written_and_read_back(holmes, site, tmp_path):
 def test_a_doubtful_site_is_reported_before_its_plan(holmes, tmp_path):
     target, path = tmp_path / "plan.yaml", tmp_path / "site.yaml"
     path.write_text(TWO.replace("nic: ib, rdma_gbps: 200", "nic: ib, rdma_gbps: 25"))
-    code, _, err = holmes(
-        "plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.pp=2", "--site", str(path), "-o", str(target)
-    )
+    code, _, err = holmes("plan", *FIXED, "--site", str(path), "-o", str(target))
     assert code == 0 and "rdma_gbps of ib-a is 25, which no InfiniBand has" in " ".join(err.split())
 
 
@@ -74,7 +73,7 @@ def test_deep_pipelines_show_their_networks(holmes, site):
 
 
 def test_json_of_a_plan_is_one_document(holmes, site):
-    code, out, _ = holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "--json")
+    code, out, _ = holmes("plan", *FIXED, "--site", str(site), "--json")
     assert code == 0
     found = json.loads(out)
     for key in (
@@ -147,7 +146,7 @@ def test_bad_site_files(holmes, tmp_path):
 def test_learning_without_runs_is_refused(holmes, site, tmp_path):
     refused(holmes("plan", "--learn", str(tmp_path), "--site", str(site)), "no run to learn from", "--learn")
     plan = tmp_path / "plan.yaml"
-    assert holmes("plan", "--site", str(site), "model=gpt_3_6b", "-o", str(plan))[0] == 0
+    assert holmes("plan", "--site", str(site), *FIXED, "-o", str(plan))[0] == 0
     refused(
         holmes("plan", f"plan_file={plan}", "--learn", str(tmp_path)), "it cannot change the finished plan of plan_file"
     )
@@ -285,14 +284,10 @@ def test_an_ascii_terminal_gets_ascii(tmp_path):
 
 def test_a_plan_is_printed_as_wide_as_the_terminal(holmes, site, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    code, out, _ = holmes(
-        "plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site), "--explain"
-    )
+    code, out, _ = holmes("plan", *FIXED, "--site", str(site), "--explain")
     assert code == 0 and max(map(len, out.splitlines())) <= 60 and "\n|     gpu-ib\n" in out and " 0%" not in out
     monkeypatch.setenv("COLUMNS", "160")
-    out = holmes(
-        "plan", "model=gpt_3_6b", "batch=paper_3_6b", "plan.tp=1", "plan.pp=2", "--site", str(site), "--explain"
-    )[1]
+    out = holmes("plan", *FIXED, "--site", str(site), "--explain")[1]
     assert 100 < max(map(len, out.splitlines())) <= 160
 
 
@@ -553,7 +548,7 @@ def test_a_plan_shows_its_tokens_and_how_long_a_budget_takes(holmes, site, monke
 def test_random_tokens_must_be_requested(holmes, site, tmp_path):
     refused(holmes("run", "model=gpt_small", "launcher=local"), "no data are given for gpt_small", "data=synthetic")
     plan = tmp_path / "plan.yaml"
-    assert holmes("plan", "model=gpt_3_6b", "plan.pp=2", "plan.tp=1", "--site", str(site), "-o", str(plan))[0] == 0
+    assert holmes("plan", *FIXED, "--site", str(site), "-o", str(plan))[0] == 0
     refused(holmes("submit", str(plan), "--dry-run", f"site_file={site}"), "no data are given for gpt_3_6b")
     words = ("submit", str(plan), f"site_file={site}", "data=synthetic", "name=a b", "+labels.note='$x \"y'")
     code, out, _ = holmes(*words, "--dry-run", "--template", str(tmp_path / "job.sbatch"))
@@ -687,7 +682,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
     out = holmes(*layout, "--gpu", "v100-32gb", "--dtype", "bf16")[1]
     assert "v100-32gb has no bf16: predicted as fp16" in out and "v100-32gb has no FlashAttention" in out
     path = tmp_path / "plan.yaml"
-    assert holmes("plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), "-o", str(path))[0] == 0
+    assert holmes("plan", *FIXED, "--site", str(site), "-o", str(path))[0] == 0
     for option, value in (("--gpu", "h100"), ("--transport", "single"), ("--pp", "4"), ("--layers-per-stage", "16,16")):
         refused(holmes("predict", str(path), option, value), "the PLAN already contains it", option)
 
@@ -790,7 +785,7 @@ def test_two_spellings_with_different_values_are_refused(holmes, site, command):
 
 def test_predict_refuses_options_that_the_plan_sets(holmes, site, tmp_path):
     path = tmp_path / "plan.yaml"
-    assert holmes("plan", "model=gpt_3_6b", "--site", str(site), "-o", str(path))[0] == 0
+    assert holmes("plan", *FIXED, "--site", str(site), "-o", str(path))[0] == 0
     for key in ("plan.tp=2", "batch.global_size=8", "model=gpt_tiny"):
         refused(holmes("predict", str(path), key), "the PLAN already contains it", key)
     by_key, by_name = (
@@ -980,7 +975,7 @@ def test_the_hydra_application_refuses_in_one_line(words, tmp_path):
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_a_closed_pipe_is_no_error(site, form):
     """`holmes ... | head`: the pipe is closed before anything is written."""
-    words = ["plan", "model=gpt_3_6b", "batch=paper_3_6b", "--site", str(site), *form]
+    words = ["plan", *FIXED, "--site", str(site), *form]
     with subprocess.Popen(
         [sys.executable, "-m", "holmes_hpc.cli", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
