@@ -142,13 +142,26 @@ def measure_peak(run: Any) -> tuple[Any, int]:
     return value, tracker.peak
 
 
-def run_rank_tracked(path: str) -> None:
-    """Train as one rank, and write its peak bytes into the run directory."""
-    from holmes_hpc.rank import run_rank
+def run_ranks_tracked(path: str, ranks: int) -> int:
+    """Train with `ranks` forks of this process; each writes its peak bytes into the run directory.
 
+    Return the number of ranks that failed."""
+    from holmes_hpc import rank
+    from holmes_hpc.training.rank import compiler
+
+    compiler.disable()  # the tracker would load the compiler, which ranks on CPUs do not use
     config = json.loads(Path(path).read_text())
-    _, peak = measure_peak(lambda: run_rank(config))
-    Path(config["run_dir"], f"bytes-{os.environ['RANK']}").write_text(str(peak))
+    rank.run_rank.load(config)  # type: ignore[attr-defined]
+    children = []
+    for index in range(ranks):
+        child = os.fork()
+        if not child:
+            os.environ.update(RANK=str(index), LOCAL_RANK=str(index))
+            _, peak = measure_peak(lambda: rank.run_rank(config))
+            Path(config["run_dir"], f"bytes-{index}").write_text(str(peak))
+            return 0
+        children.append(child)
+    return sum(os.waitpid(child, 0)[1] != 0 for child in children)
 
 
 def measure(plan: Plan, directory: Path, steps: int) -> list[int]:
@@ -158,28 +171,17 @@ def measure(plan: Plan, directory: Path, steps: int) -> list[int]:
     config = load(["data=synthetic", f"train.steps={steps}", "train.device=cpu"]).to_dict()
     run = RunDirectory.create(directory / "run", plan.to_yaml(), config, [])
     config |= {"plan_file": str(run.plan_path), "run_dir": str(run.path)}
-    path = directory / "config.json"
+    path, ranks = directory / "config.json", str(plan.world_size)
     path.write_text(json.dumps(config))
-    ranks = []
-    for index in range(plan.world_size):
-        place = {"RANK": index, "WORLD_SIZE": plan.world_size, "LOCAL_RANK": index, "LOCAL_WORLD_SIZE": plan.world_size}
-        environment = {
-            **os.environ,
-            **{k: str(v) for k, v in place.items()},
-            "TORCHELASTIC_RUN_ID": directory.name,
-            "OMP_NUM_THREADS": "1",
-        }
-        ranks.append(
-            subprocess.Popen(
-                [sys.executable, __file__, "--member", str(path)],
-                env=environment,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
-    codes = [r.wait() for r in ranks]
-    if any(codes):
-        raise SystemExit(f"ranks exited with {codes}; see their logs in {run.logs}")
+    launch = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "TORCHELASTIC_RUN_ID": directory.name}
+    failed = subprocess.run(
+        [sys.executable, __file__, "--ranks", str(path), ranks],
+        env={**os.environ, **launch, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ).returncode
+    if failed:
+        raise SystemExit(f"{failed} ranks failed; see their logs in {run.logs}")
     return [int((run.path / f"bytes-{i}").read_text()) for i in range(plan.world_size)]
 
 
@@ -207,7 +209,7 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--member"]:
-        run_rank_tracked(sys.argv[2])
+    if sys.argv[1:2] == ["--ranks"]:
+        sys.exit(run_ranks_tracked(sys.argv[2], int(sys.argv[3])))
     else:
         main(sys.argv[1:])
