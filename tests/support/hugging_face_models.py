@@ -6,6 +6,7 @@ DIR."""
 
 from __future__ import annotations
 
+import queue
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,8 @@ def run_rank(rank: int, root: Path, layout: str) -> None:
     import spawn
     import torch.distributed as dist
     from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     from holmes_hpc.config.hugging_face import read_model
     from holmes_hpc.training.checkpoint.hugging_face_folder import fill_model
@@ -91,6 +94,8 @@ def run_rank(rank: int, root: Path, layout: str) -> None:
 
     tp, pp = LAYOUTS[layout]
     cpu.install()
+    writer = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
+    filesystem_async._results_queue = queue.Queue()  # else every rank spawns a process for it, which imports torch
     dist.init_process_group("gloo", init_method=f"file://{root}/{layout}.store", rank=rank, world_size=tp * pp)
     parallel_state.initialize_model_parallel(
         tp, pp, expert_model_parallel_size=tp, expert_tensor_parallel_size=1, create_gloo_process_groups=True
@@ -107,7 +112,7 @@ def run_rank(rank: int, root: Path, layout: str) -> None:
         logits = _logits(model, tokens, rank, tp, pp)
         if tp * pp == 4:
             (root / f"saved {name}").mkdir(exist_ok=True)
-            dist_checkpointing.save({"model": model.sharded_state_dict()}, str(root / f"saved {name}"))
+            dist_checkpointing.save({"model": model.sharded_state_dict()}, str(root / f"saved {name}"), writer)
         losses, norms = _three_steps(model, plan, config, tokens)
         if rank == tp * (pp - 1):
             torch.save(
