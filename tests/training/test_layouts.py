@@ -15,14 +15,14 @@ import torch
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.training.model import gpt
 
-STEPS = {"steps": 6}
+STEPS = {"steps": 4}
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
     ended = spawn.train(tmp_path_factory.mktemp("one_process"), spawn.plan(), {"train": STEPS})
     assert ended.codes == [0], ended.output
-    assert len(ended.column("loss")) == 6 and ended.column("loss")[-1] < ended.column("loss")[0] - 0.1  # it trains
+    assert len(ended.column("loss")) == 4 and ended.column("loss")[-1] < ended.column("loss")[0] - 0.1  # it trains
     return ended
 
 
@@ -79,7 +79,7 @@ def test_gradients_are_summed_in_bf16_if_the_plan_says_so(tmp_path: Path) -> Non
         assert set(ended.codes) == {0}, ended.output
         losses[dtype] = ended.column("loss")
     assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2) and losses["bf16"][1:] != losses["fp32"][1:]
-    other = spawn.train(tmp_path / "other", spawn.plan(dp=2), {"train": train})
+    other = spawn.train(tmp_path / "other", spawn.plan(dp=2), {"train": {**train, "steps": 2}})
     assert "the plan sums gradients in fp32" in other.log(0)
 
 
@@ -117,7 +117,7 @@ def test_muon_has_the_losses_of_one_process_in_every_layout_and_resumes(
         plan = spawn.plan(**layout, distributed_optimizer=False)
         muon = {
             "plan": PlanOptions(distributed_optimizer=False),
-            "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 6, "checkpoint_interval": 3},
+            "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 4, "checkpoint_interval": 3},
         }
         if name == "tp2 pp2":
             spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 3}})
