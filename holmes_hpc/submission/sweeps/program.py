@@ -18,6 +18,7 @@ from typing import Any
 
 _INSTALLED = ("site-packages", "dist-packages")
 _PYTHON = tuple({str(Path(sysconfig.get_path(key)).resolve()) + "/" for key in ("stdlib", "platstdlib")})
+_WITH_STATEMENTS = (ast.stmt, ast.ExceptHandler, ast.match_case)
 _OURS = ("holmes_hpc", "hydra_plugins")  # loaded in every launch, but part of a program only if it imports them
 
 
@@ -101,7 +102,9 @@ def _imports(text: bytes, package: str) -> Iterator[str]:
         tree = ast.parse(text)
     except (SyntaxError, ValueError):
         return
-    for node in ast.walk(tree):
+    nodes: list[ast.AST] = [tree]  # and, while they are read, all statements; expressions have no imports
+    for node in nodes:
+        nodes += (child for child in ast.iter_child_nodes(node) if isinstance(child, _WITH_STATEMENTS))
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
