@@ -126,7 +126,7 @@ def test_no_jobs_leaves_assumptions_beside_the_values(slurm, holmes) -> None:
 
 def test_a_plan_says_what_the_site_file_assumes_until_it_is_corrected(slurm, holmes) -> None:
     holmes("site", "--no-jobs", "-o", "site.yaml")
-    arguments = ("plan", "model=gpt_tiny", "--site", "site.yaml")
+    arguments = ("plan", "model=gpt_tiny", "plan.tp=1", "plan.pp=2", "plan.unequal=false", "--site", "site.yaml")
     code, out, _ = holmes(*arguments)
     assert code == 0 and "Note: NICs, rates or GPUs are assumed" in out
     (line,) = (text for text in read_site_file("site.yaml").assumptions if text.startswith("assumed by `holmes site`"))

@@ -15,7 +15,7 @@ from holmes_hpc.training.pipeline import eager_1f1b
 
 BACKGROUND = [kind for kind in SCHEDULES.values() if not kind.megatron]
 STEPS = 6
-PIPELINES = [(2, True), (3, False), (4, True), (8, False)]  # stages, and whether their layers are even
+PIPELINES = [(2, True), (3, False), (4, True), (6, False)]  # stages, and whether their layers are even
 
 
 def deep_in_flight(stages: int) -> list[int]:
