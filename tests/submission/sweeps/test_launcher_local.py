@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,7 +78,7 @@ hydra.main(config_path=None, config_name=None, version_base="1.3")(app)()
 """
 
 
-def sweep(folder: Path, xs: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+def sweep(folder: Path, xs: str, *overrides: str, directory: Path | None = None) -> subprocess.CompletedProcess[str]:
     (folder / "app.py").write_text(APPLICATION.format(here=str(Path(__file__).parents[2] / "support")))
     return subprocess.run(
         [
@@ -87,7 +88,7 @@ def sweep(folder: Path, xs: str, *overrides: str) -> subprocess.CompletedProcess
             f"+x={xs}",
             f"+good={folder / 'good'}",
             "hydra/launcher=holmes_local",
-            f"hydra.sweep.dir={folder / 'sweep'}",
+            f"hydra.sweep.dir={directory or folder / 'sweep'}",
             *overrides,
         ],
         cwd=folder,
@@ -97,16 +98,25 @@ def sweep(folder: Path, xs: str, *overrides: str) -> subprocess.CompletedProcess
     )
 
 
-@pytest.mark.integration
-def test_repeated_sweep_reuses_completed_and_resumes_failed_plan_jobs(tmp_path: Path) -> None:
-    done = sweep(tmp_path, "1,2")
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run a sweep whose second job fails."""
+    folder = tmp_path_factory.mktemp("failed")
+    done = sweep(folder, "1,2")
     assert done.returncode != 0 and "not yet" in done.stderr
+    return folder
+
+
+@pytest.mark.integration
+def test_repeated_sweep_reuses_completed_and_resumes_failed_plan_jobs(failed: Path, tmp_path: Path) -> None:
+    shutil.copytree(failed / "sweep", tmp_path / "sweep")
     jobs = {c["overrides"][0]: c for c in collect(tmp_path / "sweep")}
     assert jobs["+x=1"]["state"] == "completed" and jobs["+x=1"]["final"]["loss"] == 0.5
     assert jobs["+x=2"]["state"] == "failed" and "not yet" in jobs["+x=2"]["error"]
     assert (tmp_path / "sweep" / "0" / ".hydra" / "config.yaml").exists()
-    (tmp_path / "good").touch()
-    done = sweep(tmp_path, "1,2")
+    (failed / "good").touch()
+    done = sweep(failed, "1,2", directory=tmp_path / "sweep")
+    (failed / "good").unlink()
     assert done.returncode == 0, done.stderr
     assert "reused: #0 : +x=1" in done.stdout and "(completed as job" in done.stdout
     assert {c["state"] for c in collect(tmp_path / "sweep")} == {"completed"}
@@ -114,12 +124,12 @@ def test_repeated_sweep_reuses_completed_and_resumes_failed_plan_jobs(tmp_path: 
 
 
 @pytest.mark.integration
-def test_job_does_not_resume_the_run_of_another_job(tmp_path: Path) -> None:
-    assert "not yet" in sweep(tmp_path, "1,2").stderr
-    done = sweep(tmp_path, "2")  # now job 0, whose directory is that of x=1
+def test_job_does_not_resume_the_run_of_another_job(failed: Path, tmp_path: Path) -> None:
+    shutil.copytree(failed / "sweep", tmp_path / "sweep")
+    done = sweep(failed, "2", directory=tmp_path / "sweep")  # now job 0, whose directory is that of x=1
     assert done.returncode != 0 and "holds a run of another configuration" in done.stderr
     assert RunDirectory(tmp_path / "sweep" / "0").attempt == 1
-    done = sweep(tmp_path, "1")
+    done = sweep(failed, "1", directory=tmp_path / "sweep")
     assert done.returncode == 0 and "completed as job" in done.stdout
 
 
