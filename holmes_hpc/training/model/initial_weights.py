@@ -46,11 +46,11 @@ def hash64(number: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     """Return SplitMix64 (Steele, Lea and Flood 2014): the 64 bits that follow the state `key` after `number` steps.
     `number` and the result are int64 tensors."""
     z = number * -7046029254386353131 + key  # 0x9E3779B97F4A7C15
-    z = (z ^ _shift(z, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    z = (z ^ _shift(z, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    return z ^ _shift(z, 31)
+    z.bitwise_xor_(_shift(z, 30)).mul_(-4658895280553007687)  # 0xBF58476D1CE4E5B9
+    z.bitwise_xor_(_shift(z, 27)).mul_(-7723592293110705685)  # 0x94D049BB133111EB
+    return z.bitwise_xor_(_shift(z, 31))
 
 
 def _shift(number: torch.Tensor, by: int) -> torch.Tensor:
     """Shift right without sign extension."""
-    return (number >> by) & ((1 << (64 - by)) - 1)
+    return (number >> by).bitwise_and_((1 << (64 - by)) - 1)
