@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import spawn
+import thorough
 
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import CPU, NicType, Pool, Site
@@ -54,7 +55,10 @@ CASES: dict[str, tuple[Site, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+REPEATED = {"full recomputation", "proportional"}  # test_layouts.py trains such layouts too
+
+
+@pytest.mark.parametrize("name", thorough.all_but(CASES, *(CASES.keys() - REPEATED)))
 def test_a_plan_of_the_search_runs(name: str, tmp_path: Path) -> None:
     test_site, options = CASES[name]
     plan = best_plan(spawn.MODEL, spawn.BATCH, test_site, PlanOptions(**options), Costs())
