@@ -249,7 +249,7 @@ def test_ranks_meet_at_the_rendezvous_of_the_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_bf16_trains(tmp_path: Path) -> None:
-    ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"dtype": "bf16", "steps": 8}})
+    ended = spawn.train(tmp_path / "run", spawn.plan(pp=2, dp=2), {"train": {"dtype": "bf16", "steps": 4}})
     assert set(ended.codes) == {0}, ended.output
     assert ended.column("loss")[-1] < ended.column("loss")[0] - 0.1
 
