@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import start_processes
 
 from holmes_hpc.training.network import reduce_scatter as module
 from holmes_hpc.training.network.reduce_scatter import reduce_scatter
@@ -40,7 +40,7 @@ def _check_sums(rank: int, folder: str) -> None:
 
 @pytest.mark.integration
 def test_each_rank_has_the_exact_sum_of_its_shard(tmp_path: Path) -> None:
-    spawn(_check_sums, (str(tmp_path),), nprocs=RANKS)
+    start_processes(_check_sums, (str(tmp_path),), nprocs=RANKS, start_method="fork")
 
 
 def test_receives_are_announced_before_data_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
