@@ -117,10 +117,10 @@ def test_muon_has_the_losses_of_one_process_in_every_layout_and_resumes(
         plan = spawn.plan(**layout, distributed_optimizer=False)
         muon = {
             "plan": PlanOptions(distributed_optimizer=False),
-            "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 4, "checkpoint_interval": 3},
+            "train": {**STEPS, "optimizer": "muon", "lr_decay_steps": 4, "checkpoint_interval": 2},
         }
         if name == "tp2 pp2":
-            spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 3}})
+            spawn.train(tmp_path / name, plan, {**muon, "train": {**muon["train"], "steps": 2}})
         ended = spawn.train(tmp_path / name, plan, muon)
         assert set(ended.codes) == {0}, ended.output
         losses_of[name] = ended.column("loss")
