@@ -18,7 +18,8 @@ from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER
 from holmes_hpc.planning.plan.parts import lacks_layers
 from holmes_hpc.planning.plan.plan import RECOMPUTE
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
-from holmes_hpc.planning.schedule.simulation import ACCURATE
+from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.planning.schedule.simulation import ACCURATE, ROUGH
 from holmes_hpc.planning.search.layers import (
     LayerSplitter,
     chunk_layers,
@@ -282,24 +283,21 @@ class Evaluator:
         Another order of the pools is simulated if its lower bound is below the best step. `max_orders`: the most other
         orders to consider, by ascending bound; None: all.
         """
-        simulated, layout = [self._time(candidate)], candidate.layout
+        simulated, layout, placement = [self._time(candidate)], candidate.layout, candidate.placement
+        settings = (layout.recompute, layout.schedule.kind, layout.parallel.virtual_stages, layout.parallel.ep)
         reordered = (
-            self._candidate(
-                replace(candidate.placement, blocks=blocks),
-                layout.recompute,
-                layout.schedule.kind,
-                layout.parallel.virtual_stages,
-                layout.parallel.ep,
-            )
-            for blocks in (() if self.options.pool_order is not None else other_orders(candidate.placement))
+            self._candidate(replace(placement, blocks=blocks), *settings)
+            for blocks in (() if self.options.pool_order is not None else other_orders(placement))
         )
         for variant in sorted(filter(None, reordered), key=lambda c: c.bound)[:max_orders]:
             if variant.bound < min(c.seconds for c in simulated):
                 simulated.append(self.simulate(variant))
         simulated.sort(key=lambda c: c.seconds)
-        has_weight_passes = schedule_kind(layout.schedule.kind).splits
-        improve = self._with_weight_passes if has_weight_passes else self._refine_layers_and_depth
-        improved = [improve(variant) for variant in simulated[:2]]  # this can change which of the two best wins
+        improved = [self._refine_layers_and_depth(c) for c in simulated[:2]]  # this can change which of the two wins
+        if has_weight_passes := schedule_kind(layout.schedule.kind).splits:
+            balanced = self._candidate(placement, *settings) if self._may_choose_layers else None
+            improved += sorted(self._deferring(balanced), key=lambda c: c.seconds)[:1] if balanced else []
+            improved = list(map(self._with_weight_passes, improved))
         best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))  # the first of equally fast ones
         if has_weight_passes:  # the buckets are chosen already
             return best
@@ -308,15 +306,26 @@ class Evaluator:
         simpler = self.simplify(best)
         return simpler if simpler.seconds < best.seconds else best
 
+    def _deferring(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Yield the candidate with 0, 1, 2, … deferred weight passes in all stages, and with the balanced layers that
+        fit in memory beside them."""
+        schedule = self._hide_transfers(
+            candidate, extra_depth(candidate.layout, candidate.layers), ROUGH
+        ).layout.schedule
+        for lag, final in _changes(candidate.layout.order):
+            deferred, last = (lag,) * len(schedule.in_flight), (final,) * len(schedule.in_flight)
+            layout = candidate.layout.with_settings(schedule_of(schedule.kind, schedule.in_flight, deferred, last))
+            splitter = LayerSplitter(layout, self.options.max_memory_gib)
+            if splitter.can_fit:
+                yield self._time(replace(candidate, layout=layout, layers=splitter.balanced()[0]))
+
     def _with_weight_passes(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, passes in flight, bucket size and weight passes.
 
         Each round changes `deferred` and `final` (:class:`Schedule`) of all stages alike, then of one stage at a time.
         """
-        candidate, start_s = self._refine_layers_and_depth(candidate), inf
-        order, sizes = candidate.layout.order, self._bucket_sizes(candidate.layout)
-        lags = sorted({min(lag, order.micro_batches) for lag in LAGS})
-        changes = [(lag, final) for lag in lags for final in sorted({1, max(1, lag)})]
+        order, start_s = candidate.layout.order, inf
+        sizes, changes = self._bucket_sizes(candidate.layout), _changes(order)
         while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
             start_s = candidate.seconds
             for stage, (lag, final) in product((None, *range(order.stages)), changes):
@@ -378,3 +387,9 @@ class Evaluator:
             return candidate
         simpler = self._time(replace(candidate, layout=s.with_schedule(megatron_kind(s.parallel.virtual_stages))))
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
+
+
+def _changes(order: Order) -> list[tuple[int, int]]:
+    """Return the pairs (deferred, final) of a stage's :class:`Schedule` to try."""
+    lags = sorted({min(lag, order.micro_batches) for lag in LAGS})
+    return [(lag, final) for lag in lags for final in sorted({1, max(1, lag)})]

@@ -10,7 +10,7 @@ import brute
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sites import small_testbed
+from sites import small_testbed, two_clusters
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.models import named
@@ -152,6 +152,18 @@ def test_emulated_layers_are_split_if_that_is_faster(pace_ms: float | None) -> N
         gain = 1 - plan.predicted.step_time_s / joint.predicted.step_time_s
         assert plan.schedule.kind == "zero_bubble" and gain > 0.01
         assert f"a step is {gain:.1%} shorter" in notes[0]
+
+
+def test_zero_bubble_gets_layers_that_leave_memory_for_deferred_passes() -> None:
+    """Layers that fill the first stage's memory would allow no deferred weight passes, and a 5% longer step."""
+    options = PlanOptions(schedule="zero_bubble", tp=1, pp=2, dp=32, partition="exact")
+    free, uniform = (
+        best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), two_clusters(), replace(options, partition=name), Costs())
+        for name in ("exact", "uniform")
+    )
+    assert free.predicted and uniform.predicted
+    assert free.predicted.step_time_s <= uniform.predicted.step_time_s
+    assert min(free.schedule.deferred) > 0
 
 
 def test_runners_up_are_sorted_by_predicted_step_time(monkeypatch: pytest.MonkeyPatch) -> None:
