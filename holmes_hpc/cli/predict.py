@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +41,7 @@ from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules
-from holmes_hpc.planning.search.best import fixed_plan
+from holmes_hpc.planning.search.best import MIN_GAIN_OF_OPTION, fixed_plan
 from holmes_hpc.schema import Key, keys
 
 _FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # all recipes are predicted alike
@@ -256,11 +257,11 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
     return plan.dp or gpus // size
 
 
-def _is_sharded(distributed: bool | None, sharding: str | None) -> bool:
-    """Return whether the optimizer is sharded. `distributed`: the value of plan.distributed_optimizer; `sharding`: the
-    value of --sharding. Raise ConfigError if the two contradict each other."""
+def _is_sharded(distributed: bool | None, sharding: str | None) -> bool | None:
+    """Return whether the optimizer is sharded; None: whichever is faster. `distributed`: the value of
+    plan.distributed_optimizer; `sharding`: the value of --sharding. Raise ConfigError if the two contradict."""
     if sharding is None:
-        return distributed is not False
+        return distributed
     if distributed == (sharding == "none"):
         problem = f"--sharding {sharding} contradicts plan.distributed_optimizer={str(distributed).lower()}"
         raise ConfigError(problem, where="predict", hint="leave one of them out")
@@ -269,16 +270,26 @@ def _is_sharded(distributed: bool | None, sharding: str | None) -> bool:
 
 def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     """Return the plan for the configuration's layout that has the shortest step and fits in memory.
-    Schedule and recomputation are searched unless the user set them. Of equally fast plans, return the simplest. If no
-    plan fits, return the last candidate."""
+    Schedule, recomputation and sharding of the optimizer are searched unless the user set them. Of equally fast plans,
+    return the simplest. If no plan fits, return the last candidate."""
     plan = config.plan
     request.check_fp8(site, plan.nodes or (), costs)
     can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
     schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first
-    candidates = [
-        fixed_plan(config.model, config.batch, site, replace(plan, recompute=recompute, schedule=schedule), costs)
+    choices = [
+        replace(plan, recompute=recompute, schedule=schedule)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))
         for schedule in schedules
     ]
+    make = partial(fixed_plan, config.model, config.batch, site, costs=costs)
+    candidates = list(map(make, choices))
+    may_replicate = plan.distributed_optimizer is None and candidates[0].parallel.optimizer_instances == 1
+    if may_replicate:
+        candidates = [*(make(replace(choice, distributed_optimizer=False)) for choice in choices), *candidates]
     fitting = [p for p in candidates if not any(a.startswith("it does not fit") for a in p.assumptions)]
-    return min(fitting, key=lambda p: p.predicted.step_time_s if p.predicted else math.inf, default=candidates[-1])
+
+    def seconds(candidate: Plan) -> float:
+        least_gain = MIN_GAIN_OF_OPTION * (may_replicate and not candidate.parallel.distributed_optimizer)
+        return candidate.predicted.step_time_s / (1 - least_gain) if candidate.predicted else math.inf
+
+    return min(fitting, key=seconds, default=candidates[-1])
