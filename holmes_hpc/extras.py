@@ -31,7 +31,7 @@ def missing(error: ModuleNotFoundError) -> ConfigError:
 
 
 def _extra(module: str) -> str | None:
-    """Return the extra with the fewest packages that installs `module`; None if no extra does.
+    """Return the extra for users with the fewest packages that installs `module`; None if no such extra does.
 
     The package has the module's name, or a longer one (`megatron-core` for `megatron`)."""
     from importlib.metadata import PackageNotFoundError, requires
@@ -42,6 +42,7 @@ def _extra(module: str) -> str | None:
         return None
     extras: dict[str, list[str]] = {}
     for match in filter(None, map(_OPTIONAL.match, requirements)):
-        extras.setdefault(match["extra"], []).append(f"{match['package'].lower()}-")
+        if match["extra"] != "dev":
+            extras.setdefault(match["extra"], []).append(f"{match['package'].lower()}-")
     candidates = [extra for extra, packages in extras.items() if any(p.startswith(f"{module}-") for p in packages)]
     return min(candidates, key=lambda extra: len(extras[extra]), default=None)

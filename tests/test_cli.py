@@ -18,6 +18,7 @@ from holmes_hpc import console
 from holmes_hpc.cli import man
 from holmes_hpc.cli.planning import _show_pool
 from holmes_hpc.cli.predict import SOFTWARE_FLAGS
+from holmes_hpc.cli.submission_steps import plan_run
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.hugging_face import config_of
 from holmes_hpc.config.models import named
@@ -783,6 +784,16 @@ def test_two_spellings_with_different_values_are_refused(holmes, site, command):
     refused(holmes(command, "--site", str(site), "--model", "gpt_3_6"), "did you mean 'gpt_3_6b'?")
 
 
+def test_predict_chooses_the_faster_sharding(holmes, site):
+    layout = ("--tp", "1", "--pp", "2", "--dp", "32", "--schedule", "interleaved", "--virtual-stages", "5")
+    given = ("predict", "--site", str(site), "--model", "gpt_3_6b", *layout, "--transport", "single", "--json")
+    free, replicated, sharded = (
+        json.loads(holmes(*given, *more)[1])["step_time_s"]
+        for more in ((), ("--no-distributed-optimizer",), ("--distributed-optimizer",))
+    )
+    assert free == min(replicated, sharded)
+
+
 def test_predict_refuses_options_that_the_plan_sets(holmes, site, tmp_path):
     path = tmp_path / "plan.yaml"
     assert holmes("plan", *FIXED, "--site", str(site), "-o", str(path))[0] == 0
@@ -906,6 +917,7 @@ def test_keys_that_the_plan_sets_cannot_be_overridden(holmes, tmp_path, monkeypa
     for override in ("model=gpt_small", "batch.global_size=4", "plan.tp=2"):
         refused(holmes("submit", str(target), "--dry-run", "launcher=local", override), override, "fixed by the plan")
     assert holmes("submit", str(target), "--dry-run", "launcher=local", "plan.pp=2", "train.steps=3")[0] == 2
+    assert plan_run(["launcher=local"], plan_file=str(target))[0].world_size == 4  # as many ranks as the plan has
 
 
 def test_layers_of_another_number_of_stages_are_refused(holmes, site):

@@ -166,6 +166,8 @@ def resume(
             console.note(f"warning: checkpoint {path} is incomplete ({why}); skipping it")
         check_inputs(config)
         last_step = checkpoints[0].step if checkpoints else 0
+        problem, hint = f"the run's last checkpoint is of step {last_step}", f"give more than {last_step}"
+        ConfigError.refuse("train.steps", (config.train.steps < last_step, problem, hint))
         if checkpoints:
             console.note(f"the run continues after step {last_step}, from {checkpoints[0].path}")
             if lr_change := describe_lr_change(old_config.train, config.train, last_step + 1):

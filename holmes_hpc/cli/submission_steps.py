@@ -16,7 +16,7 @@ from holmes_hpc.fabric.local_gpus import has_gpu
 from holmes_hpc.fabric.software import NEEDED, software
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.request import check_site, make_plan
+from holmes_hpc.planning.request import check_site, fitting_machine, make_plan
 from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.problem import searched_site
 from holmes_hpc.rank import run_rank
@@ -56,7 +56,7 @@ def plan_run(
         return estimates[0].plan, replace(config, slurm=replace(config.slurm, timeout_min=estimates[0].timeout_min))
     plan = make_plan(config, None if config.plan_file else load_site(config), Clock(report=console.note))
     if config.plan_file:
-        check_site(plan, load_site(config))
+        check_site(plan, load_site(fitting_machine(config, plan)))
     check_training(config.train, plan)
     if not config.elastic.enabled and config.elastic != ElasticConfig():
         console.note("keys of the group elastic have no effect without --elastic")

@@ -41,7 +41,7 @@ class Flag:
         if self.key in GROUPS:
             return f"{self.key}: a name, see `holmes {self.key}s`"
         text, default = self._declared.spec.help, self._declared.default
-        allowed_values = allowed(self._declared).removeprefix("use ")
+        allowed_values = allowed(self._declared).removeprefix("use ").removesuffix(", null or auto")
         is_elsewhere = self.key.startswith("model.") or "default:" in text  # models differ
         has_one_default = isinstance(default, bool | int | float) and not is_elsewhere
         allowed_values += f"; default {str(default).lower()}" if has_one_default else ""

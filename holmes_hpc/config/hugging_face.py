@@ -18,6 +18,7 @@ from holmes_hpc.tables import read_table
 
 PREFIX = "hf:"
 CONFIG = "config.json"
+_FOLDER_HINT = "give a whole Hugging Face folder on this machine; fetch it again"
 _HINT = "give a folder of one of the families in docs/models.md"
 _TURNS = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}  # keys of rope_scaling
 
@@ -46,7 +47,7 @@ def folder_of(text: str | None) -> Path | None:
 
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the content of a folder's config.json. DataError if it cannot be read."""
-    return read_json(folder / CONFIG, DataError, "give a whole Hugging Face folder; fetch it again")
+    return read_json(folder / CONFIG, DataError, _FOLDER_HINT)
 
 
 def read_model(path: Path) -> ModelSpec:
@@ -54,7 +55,7 @@ def read_model(path: Path) -> ModelSpec:
     Raise DataError if the model has a feature that is not supported."""
     folder, file = (path.parent, path) if path.is_file() else (path, path / CONFIG)
     name = re.sub(r"[^\w.-]+", "_", folder.resolve().name) or "model"
-    return model_of(read_json(file, DataError, "give a Hugging Face folder, or its config.json"), name, str(file))
+    return model_of(read_json(file, DataError, _FOLDER_HINT), name, str(file))
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:

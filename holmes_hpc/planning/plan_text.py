@@ -51,7 +51,7 @@ def summary(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
 def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WIDTH) -> list[str]:
     """Return the :func:`summary` of a plan, followed by all details, in lines of at most `width` columns.
     Details are a drawing of the components, the parts of the step, what would help, runners-up and assumptions."""
-    predicted, unused = plan.predicted, ", ".join(f"{counted(n, 'node')} of {f}" for f, n in plan.unused.items())
+    predicted = plan.predicted
     assumptions = [f"- {a}" for a in plan.assumptions]
     lines = [*_summary(plan, costs, steps)[:-1], "", *_drawing(plan)]
     if predicted is not None:
@@ -59,13 +59,13 @@ def explain(plan: Plan, costs: Costs, steps: int | None = None, width: int = WID
         gains = [f"  {gain:+7.1%} samples/s  {change}" for gain, change in _improvements(plan, predicted, costs)]
         lines += ["", *([_GAINS, *gains] if gains else [_NO_HELP])]
     lines += ["", "Runners-up:", *map(_runner_up, plan.alternatives), *_too_close(plan)] if plan.alternatives else []
-    lines += [f"Unused: {unused}"] if unused else []
     lines += ["", "Assumptions:", *assumptions] if assumptions else []
     return [folded for line in lines for folded in _folded(line, width)]
 
 
 def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     batch, notes, pool_lines = plan.batch, plan.assumptions, placements(plan)
+    unused = ", ".join(f"{counted(n, 'node')} of {pool}" for pool, n in plan.unused.items())
     runners_up = len(plan.alternatives)
     details = f"{runners_up} runner{'s' * (runners_up != 1)}-up, {counted(len(notes), 'assumption')}"
     if len(pool_lines) > MAX_PLACEMENTS:
@@ -75,6 +75,7 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     lines = [
         f"Plan {plan.id}: {plan.model.name}, {batch.global_size} sequences of {batch.sequence_length} tokens per step",
         *(f"  {text}" for text in pool_lines),
+        *([f"  unused: {unused}"] if unused else []),
         f"Layout: {'; '.join(layout_texts(plan))}",
     ]
     if plan.predicted is not None:
@@ -372,5 +373,6 @@ def _too_close(plan: Plan) -> list[str]:
     return [
         f"A runner-up less than {TOO_CLOSE:.0%} slower is too close to call. Measure 20 steps of each:"
         f" `holmes run … train.steps=20`, and again with {sizes}"
-        f" 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']}."
+        f" 'plan.nodes={{{nodes}}}' plan.virtual_stages={p['virtual_stages']} plan.strategy={near[0]['strategy']}"
+        f" plan.schedule={schedule_kind(near[0]['schedule']).option_name}."
     ]

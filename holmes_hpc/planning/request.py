@@ -279,6 +279,12 @@ def with_software(target_site: Site, attention: str | None, fused_norm: bool | N
     return replace(target_site, pools=pools)
 
 
+def fitting_machine(config: Configuration, plan: Plan) -> Configuration:
+    """Return `config` with as many ranks on this machine as `plan` needs, if its launcher is the local one."""
+    gpus = plan.components[0].gpus_per_node
+    return replace(config, plan=replace(config.plan, gpus_per_node=gpus)) if config.local else config
+
+
 def check_site(plan: Plan, target_site: Site) -> None:
     """Raise PlanError for the first difference between the plan's pools and those of the site."""
     hint = "make a plan for this site with `holmes plan`, or give the plan's own site with --site FILE"

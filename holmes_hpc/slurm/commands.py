@@ -19,7 +19,7 @@ _TABLE: dict[str, list[str]] = read_table(__file__)
 OUTPUT_WAIT_S = 30
 CANCEL_WAIT_S = 5  # from SIGTERM to SIGKILL
 TIMED_OUT = 124  # exit code of a command that timed out, as in timeout(1)
-NO_SLURM_HINT = "without Slurm: `plan`, `run` and `submit` take --site FILE or launcher=local"
+NO_SLURM_HINT = "without Slurm: `plan` and `submit --dry-run` take --site FILE, `run` launcher=local"
 
 
 @dataclass(frozen=True)

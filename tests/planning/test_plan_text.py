@@ -46,7 +46,7 @@ def test_a_runner_up_that_is_too_close_comes_with_the_commands_that_compare() ->
     text = " ".join(explain(plan, Costs()))
     match = re.search(
         r"too close to call\. .* with plan\.tp=(\d+) plan\.pp=(\d+) plan\.dp=(\d+)"
-        r" 'plan\.nodes=(\{.*?\})' plan\.virtual_stages=(\d+)\.",
+        r" 'plan\.nodes=(\{.*?\})' plan\.virtual_stages=(\d+) plan\.strategy=([\w-]+) plan\.schedule=(\w+)\.",
         text,
     )
     assert match is not None, text
@@ -55,7 +55,15 @@ def test_a_runner_up_that_is_too_close_comes_with_the_commands_that_compare() ->
         MODEL,
         BATCH,
         SITE,
-        PlanOptions(tp=tp, pp=pp, dp=dp, virtual_stages=chunks, nodes=yaml.safe_load(match[4])),
+        PlanOptions(
+            strategy=match[6],
+            schedule=match[7],
+            tp=tp,
+            pp=pp,
+            dp=dp,
+            virtual_stages=chunks,
+            nodes=yaml.safe_load(match[4]),
+        ),
         Costs(),
     )
     near = plan.alternatives[0]

@@ -17,7 +17,7 @@ from holmes_hpc.config.configuration import Configuration, recorded
 from holmes_hpc.errors import ConfigError, HolmesError, RecordError
 from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.planning.request import check_fp8, check_site, costs, pace, site
+from holmes_hpc.planning.request import check_fp8, check_site, costs, fitting_machine, pace, site
 from holmes_hpc.records.find import runs_root
 from holmes_hpc.records.locks import TRAINING_LOCK, LockOwner, hold_lock, is_locked, refuse_replaced
 from holmes_hpc.records.ownership import other_owners, refuse_other_writers
@@ -241,9 +241,6 @@ def prepare_continuation(
     )
     check_training(config.train, plan)
     check_fp8(plan.site, {part.pool for part in plan.components}, costs(replace(config, calibration=None), plan))
-    if not config.local:
-        check_site(plan, site(config))
-    elif plan_path:  # this machine starts any number of ranks
-        plan_options = replace(config.plan, gpus_per_node=plan.components[0].gpus_per_node)
-        check_site(plan, site(replace(config, plan=plan_options)))
+    if plan_path or not config.local:
+        check_site(plan, site(fitting_machine(config, plan)))
     return plan, config
