@@ -69,7 +69,8 @@ def page() -> str:
         "unknown keys are refused before anything is submitted.",
         "",
         "- A *map* is `{NAME: VALUE}`.",
-        "- A key whose default is `null` also accepts `null`; `auto` means the same. A named model or batch sets the keys without a default.",
+        "- A key whose default is `null` also accepts `null`; `auto` means the same. A named model or batch sets the "
+        "keys without a default.",
         "- [Models](models.md) lists the named models. Each has a default batch of the same name.",
         "",
     ]
