@@ -42,6 +42,11 @@ class Comparison:
     runs: pd.DataFrame
 
 
+def _with_columns(runs: pd.DataFrame, **columns: Any) -> pd.DataFrame:
+    """Return `runs` with further columns. `DataFrame.assign` would print a warning if there are many columns."""
+    return pd.concat([runs, pd.DataFrame(columns, index=runs.index)], axis=1)
+
+
 def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
     """Return `runs` with the columns `system`, `varied` and `sizes`.
 
@@ -51,7 +56,8 @@ def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
     per_run = [_overrides(row) for _, row in entries(runs)]
     all_keys = {key for overrides in per_run for key in overrides}
     differ = sorted(key for key in all_keys if len({overrides.get(key) for overrides in per_run}) > 1)
-    return runs.assign(
+    return _with_columns(
+        runs,
         system=[_system(row) for _, row in entries(runs)],
         varied=[" ".join(f"{key}={overrides[key]}" for key in differ if key in overrides) for overrides in per_run],
         sizes=[" ".join(_sizes(row)) for _, row in entries(runs)],
@@ -94,7 +100,7 @@ def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
-    runs = runs.assign(cell=-1)
+    runs = _with_columns(runs, cell=-1)
     rows = []
     for index, (_, repeats) in enumerate(groups):
         complete = repeats[repeats["state"] == "completed"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps
 from holmes_hpc.results.columns import FAMILIES, family_values, stage_breakdown
+from holmes_hpc.results.compare import compare
 from holmes_hpc.results.loading import cache, loader
 from holmes_hpc.results.loading.steps import read_steps
 
@@ -301,6 +303,14 @@ def test_odd_names_and_files_that_cannot_be_read_stop_no_loading(tmp_path: Path)
     assert rows.loc["blocked", "state"] == "unreadable" and "metrics.jsonl" in rows.loc["blocked", "error"]
     assert list(rows.loc[["endless", "run-\\xff", "²"], "steps"]) == [4, 4, 4]
     assert rows.loc["endless", "error"] == "metrics.jsonl: 1 line cannot be read"
+
+
+def test_runs_with_many_columns_are_compared_without_a_warning(tree: Path) -> None:
+    runs = load_runs(tree)
+    fragmented = pd.concat([runs[[name]] for name in runs], axis=1)  # pandas keeps a block for each column
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compare(fragmented)
 
 
 def test_numbers_that_no_column_holds_and_parts_of_a_newer_release_stop_no_loading(tmp_path: Path) -> None:
