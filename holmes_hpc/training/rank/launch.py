@@ -19,10 +19,10 @@ from holmes_hpc.slurm.hostlist import expand
 class Launch:
     """The place of one rank in the job.
 
-    `launcher`: the program that started it ("srun", "torchrun" or "one process"); `key`: identifies this start of the
-    run, equal on all ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's
-    components that contain this node, empty if the job has only one; `address`, `port`: where
-    torchrun's store listens, None without torchrun.
+    `launcher`: what started it ("srun", "torchrun", "local" or "one process"); `key`: identifies this start of the run,
+    equal on all ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's
+    components that contain this node, empty if the job has only one; `address`, `port`: where torchrun's store listens,
+    None without torchrun.
     """
 
     rank: int
@@ -60,7 +60,7 @@ def _torchrun(environ: Mapping[str, str], host: str) -> Launch:
         _number(environ, "RANK"),
         size,
         _number(environ, "LOCAL_RANK", "RANK"),
-        launcher="torchrun",
+        launcher="torchrun" if address else "local",
         node=host,
         key=f"torchrun-{environ.get('TORCHELASTIC_RUN_ID', 'none')}-{environ.get('MASTER_PORT', '0')}"
         f"-{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}",
