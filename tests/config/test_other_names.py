@@ -26,6 +26,7 @@ WORDS = {
     "slurm.mem_per_gpu": "slurm.mem=SIZE",
     "precision": "'train.dtype'",
     "train.bf16": "train.dtype=bf16",
+    "num_layers_per_virtual_pipeline_stage": "plan.virtual_stages=N",
     "num_experts": "model.experts.KEY=…",
     "expert_model_parallel_size": "'plan.ep'",
     "context_parallel": "plan.cp",

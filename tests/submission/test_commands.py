@@ -89,6 +89,8 @@ def test_status_of_a_failed_run_ends_with_a_hint(holmes: Holmes, tmp_path: Path)
     (checkpoint / ".metadata").write_bytes(b"ab")
     (checkpoint / "holmes.json").write_text(json.dumps({"files": {".metadata": [2, 0]}}))
     assert holmes("status", "r")[1].endswith("rank 1 died\ncontinue after step 4 with `holmes resume r`\n")
+    run.append_metrics({"step": 6, "attempt": 1})
+    assert holmes("status", "r")[1].endswith("`holmes resume r` (steps 5 to 6 were not saved)\n")
 
 
 def test_status_of_an_elastic_run_shows_its_goodput(holmes: Holmes, tmp_path: Path) -> None:

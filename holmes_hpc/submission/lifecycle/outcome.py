@@ -17,7 +17,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import STATES, RunState
 from holmes_hpc.slurm.job_states import JobState, SlurmState
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL
-from holmes_hpc.submission.lifecycle.attempts import latest_attempt_log
+from holmes_hpc.submission.lifecycle.attempts import last_metrics, latest_attempt_log
 from holmes_hpc.submission.lifecycle.failed_rank import SIGKILL_CAUSES, FailedRank, find_failed_rank
 
 TAIL_LINES = 20
@@ -77,8 +77,14 @@ def quote_log(lines: Iterable[str], error: str, rank: int | None = None) -> list
 
 
 def resume_advice(run: RunDirectory, steps: Iterable[int]) -> list[str]:
-    """Return a line with the command that continues an ended run after the last of the saved `steps`, if any."""
-    return [f"continue after step {step} with `holmes resume {reference_to(run)}`" for step in sorted(steps)[-1:]]
+    """Return a line with the command that continues an ended run after the last of the saved `steps`, if any. It says
+    how many later steps were not saved."""
+    last = last_metrics(run).get("step")
+    return [
+        f"continue after step {step} with `holmes resume {reference_to(run)}`"
+        + (f" (steps {step + 1} to {last} were not saved)" if isinstance(last, int) and last > step else "")
+        for step in sorted(steps)[-1:]
+    ]
 
 
 def build_result(
