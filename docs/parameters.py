@@ -58,6 +58,8 @@ class Parameters(griffe.Extension):
                     slice=griffe.ExprTuple(elements=[kind, griffe.ExprCall(arguments=[text, *_])])
                 ):
                     attribute.annotation = kind
-                    items.append(f"    {name}: {ast.literal_eval(str(text))}")
+                    constant = cls.module.members.get(str(text))  # a text that several keys share
+                    value = constant.value if isinstance(constant, griffe.Attribute) else text
+                    items.append(f"    {name}: {ast.literal_eval(str(value))}")
         keys = ["\n".join(["Args:", *items])] if items else []
         cls.docstring.value = "\n\n".join([with_sections(cls.docstring.value, names), *keys])

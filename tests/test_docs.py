@@ -142,3 +142,17 @@ def test_readme_and_the_newest_changes_stay_short():
     assert len(text_of(ROOT / "README.md").split()) <= 900
     for version in re.split(r"^## ", text_of(ROOT / "CHANGELOG.md"), flags=re.MULTILINE)[1:]:
         assert len(version.splitlines()) <= 60, version.splitlines()[0]
+
+
+def test_the_objects_of_the_python_page_can_be_read_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make docs` reads them with the extension in docs/parameters.py."""
+    griffe = pytest.importorskip("griffe")
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    from parameters import Parameters
+
+    names = re.findall(r"^::: (\S+)$", text_of(ROOT / "docs" / "results.md"), re.MULTILINE)
+    assert names
+    for module in {name.rpartition(".")[0] for name in names}:
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        griffe.visit(module, filepath=file, code=text_of(file), extensions=griffe.Extensions(Parameters()))
