@@ -675,7 +675,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         (("train.fp8=delayed",), "no FP8 figures for a100-80gb"),
         (("--attention", "flash3"), "a100-80gb cannot run flash3"),
         (("--attention", "flash", "--gpu", "v100-32gb"), "has no FlashAttention; use sdpa or softmax"),
-        (("--cp", "3"), "is not a multiple of 6 (2 x CP)"),
+        (("--cp", "3"), "is not a multiple of 6 (2 x CP 3)"),
         (("--layers-per-stage", "16,15"), "are 31 layers, gpt_3_6b has 30"),
         (("--recompute", "selective", "--recompute-parts", "all"), "unknown part 'all'"),
     ):

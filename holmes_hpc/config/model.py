@@ -233,7 +233,7 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
         """Return this batch with every sequence divided over `cp` context-parallel ranks.
         `all_to_all`: as in :class:`PartialBatch`. With CP above 1, raise PlanError unless 2 x CP divides the sequence
         length."""
-        problem = f"sequence_length {self.sequence_length} is not a multiple of {2 * cp} (2 x CP)"
+        problem = f"sequence_length {self.sequence_length} is not a multiple of {2 * cp} (2 x CP {cp})"
         hint = f"use another CP, or a sequence_length that {2 * cp} divides"
         PlanError.refuse("plan.cp", (cp > 1 and self.sequence_length % (2 * cp), problem, hint))
         sizes = self.global_size * cp, self.micro_size, self.sequence_length // cp

@@ -43,8 +43,9 @@ class Comparison:
 
 
 def _with_columns(runs: pd.DataFrame, **columns: Any) -> pd.DataFrame:
-    """Return `runs` with further columns. `DataFrame.assign` would print a warning if there are many columns."""
-    return pd.concat([runs, pd.DataFrame(columns, index=runs.index)], axis=1)
+    """Return `runs` with these columns. `DataFrame.assign` would print a warning if there are many columns."""
+    others = runs.drop(columns=list(columns), errors="ignore")
+    return pd.concat([others, pd.DataFrame(columns, index=runs.index)], axis=1)
 
 
 def with_systems(runs: pd.DataFrame) -> pd.DataFrame:

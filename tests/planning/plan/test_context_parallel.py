@@ -56,7 +56,7 @@ def test_ranks_that_share_a_sequence_are_neighbours_and_each_replica_computes_it
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "sequence": ({"dp": 2, "cp": 2, "batch": Batch(8, 1, 18)}, r"sequence_length 18 is not a multiple of 4 \(2 x CP\)"),
+    "sequence": ({"dp": 2, "cp": 2, "batch": Batch(8, 1, 18)}, r"length 18 is not a multiple of 4 \(2 x CP 2\)"),
     "batch": ({"dp": 6, "cp": 2}, "does not support per-stage TP/DP"),
     "micro-batch": (
         {"dp": 2, "cp": 2, "batch": Batch(3, 5, 16)},

@@ -95,7 +95,7 @@ def test_too_small_site_gets_changes_that_work() -> None:
             {"cp": 2, "pp": 3, "dp": 1},
             "plan: no placement of 36 layers and 64 micro-batches on 2 ib nodes, with PP 3, DP 1, CP 2, has the same",
         ),
-        ({"cp": 3}, "plan.cp: sequence_length 2048 is not a multiple of 6 (2 x CP); use another CP, or a"),
+        ({"cp": 3}, "plan.cp: sequence_length 2048 is not a multiple of 6 (2 x CP 3); use another CP, or a"),
     ],
 )
 def test_contexts_are_named_in_the_sizes_that_the_user_gave(options: dict[str, Any], start: str) -> None:
