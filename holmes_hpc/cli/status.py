@@ -96,8 +96,8 @@ def status(
 def _run_notes(s: Status) -> Iterator[str]:
     """Yield how many warnings a run logged, and the latest lost node and the goodput of an elastic run."""
     run = RunDirectory(s.path)
-    lost_nodes = [line for line in tail(run.logs / "batch.txt", 200) if line.startswith("holmes: lost node")]
     if s.state != "completed":
+        lost_nodes = [line for line in tail(run.logs / "batch.txt", 200) if line.startswith("holmes: lost node")]
         yield from (f"{run.name}: {line.removeprefix('holmes: ')}" for line in lost_nodes[-1:])
     if warnings := logged_warnings(run):
         yield f"{run.name}: {warnings}"

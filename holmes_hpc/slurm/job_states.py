@@ -120,7 +120,7 @@ def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
     state = _common_state(states)
     active = state in ACTIVE
     codes = [r.exit_code for r in ordered if r.exit_code]
-    reasons = [r.reason for r in ordered if r.state == state and (state == "PENDING" or r.reason not in _STALE)]
+    reasons = [r.reason for r in ordered if r.state == state and (state in WAITING or r.reason not in _STALE)]
     reason = next(filter(None, reasons), "")
     code = None if active else (codes[0] if codes else (0 if state == "COMPLETED" else 1))
     return JobState(

@@ -19,7 +19,7 @@ from holmes_hpc.planning.plan.parts import lacks_layers
 from holmes_hpc.planning.plan.plan import RECOMPUTE
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, megatron_kind, schedule_kind
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.schedule.simulation import ACCURATE, ROUGH
+from holmes_hpc.planning.schedule.simulation import ACCURATE
 from holmes_hpc.planning.search.layers import (
     LayerSplitter,
     chunk_layers,
@@ -309,9 +309,8 @@ class Evaluator:
     def _deferring(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the candidate with 0, 1, 2, … deferred weight passes in all stages, and with the balanced layers that
         fit in memory beside them."""
-        schedule = self._hide_transfers(
-            candidate, extra_depth(candidate.layout, candidate.layers), ROUGH
-        ).layout.schedule
+        _, deep = next(self._depths(candidate, extra_depth(candidate.layout, candidate.layers)))
+        schedule = deep.schedule
         for lag, final in _changes(candidate.layout.order):
             deferred, last = (lag,) * len(schedule.in_flight), (final,) * len(schedule.in_flight)
             layout = candidate.layout.with_settings(schedule_of(schedule.kind, schedule.in_flight, deferred, last))

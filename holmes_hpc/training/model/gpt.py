@@ -200,8 +200,9 @@ def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
         return radians / scaling.factor
     low, high = scaling.low_frequency_turns, scaling.high_frequency_turns  # over all original positions
     turns = radians * scaling.original_positions / (2 * math.pi)
-    unscaled = ((turns - low) / (high - low)).clamp(0, 1)
-    if scaling.kind == "yarn":
+    if scaling.kind == "llama3":
+        unscaled = ((turns - low) / (high - low)).clamp(0, 1)
+    else:
         last, first = (math.log(float(turns[0]) / n, spec.rope_base) * spec.head_width / 2 for n in (low, high))
         first = max(0, math.floor(first))  # whole numbers, as in the published models
         last = max(first + 1, min(math.ceil(last), spec.head_width - 1))
