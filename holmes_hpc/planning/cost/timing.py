@@ -263,13 +263,14 @@ def _replica(
     if _syncs_after_backward(layout):
         reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
         tail = reduce
-    elif software.overlap:
+    else:
         ready, tail = _exposed_sync(
             layout, layers, forward, backward=overlap_s, gather=gather, reduce=reduce, buckets=buckets
         )
+        reduce, tail = (seconds + _beside_transfers(layout, network, seconds, backward) for seconds in (reduce, tail))
     gather_after = np.zeros((plans, gather.shape[1]))
     # Without overlap, the gather follows the optimizer, for all chunks.
-    if _syncs_after_backward(layout) or not (software.overlap and software.overlap_gather):
+    if _syncs_after_backward(layout) or not software.overlap_gather:
         ready, gather_after = np.zeros_like(gather), gather.sum(axis=2)
     down, up = np.tile(network.down, (plans, 1)), np.tile(network.up, (plans, 1))
     ready[:, :, 0] += _nic_contention(layout, network, ready[:, :, 0], forward[:, :, 0])
@@ -289,12 +290,11 @@ def _replica(
 
 def _syncs_after_backward(layout: Layout) -> bool:
     """Return whether all data-parallel traffic follows the last backward pass.
-    This is so without :attr:`Parallel.can_overlap`, and with several optimizer instances on CPUs: Megatron-Core's
-    overlap for several instances needs CUDA streams (training.model.optimizer.wrap)."""
+    This is so without overlap, without :attr:`Parallel.can_overlap`, and with several optimizer instances on CPUs:
+    Megatron-Core's overlap for several instances needs CUDA streams (training.model.optimizer.wrap)."""
     has_instances = layout.parallel.optimizer_instances > 1
-    return not layout.parallel.can_overlap or (
-        has_instances and any(layout.pool(c).gpu.is_cpu for c in layout.components)
-    )
+    on_cpus = any(layout.pool(c).gpu.is_cpu for c in layout.components)
+    return not (layout.costs.software.overlap and layout.parallel.can_overlap) or (has_instances and on_cpus)
 
 
 def _exposed_sync(
@@ -330,6 +330,16 @@ def _aligned_gather(gather: np.ndarray, buckets: np.ndarray, forward: np.ndarray
     passes, needed = (a.transpose(in_turn).reshape(len(a), -1) for a in (forward, needed))
     late = np.maximum.accumulate(np.maximum(0.0, needed - np.cumsum(passes, axis=1) + passes), axis=1)
     return np.diff(late, axis=1, prepend=0.0).reshape(shape).transpose(in_turn)
+
+
+def _beside_transfers(layout: Layout, network: ReplicaTimes, reduce: np.ndarray, backward: np.ndarray) -> np.ndarray:
+    """Return the extra seconds of reductions that share a NIC with transfers, shaped like `reduce`.
+    While a stage reduces the gradients of a chunk, it makes the last passes of the chunk before: one for each
+    micro-batch of a group. The reduction and the transfers of these passes share the NIC evenly."""
+    transfers_s = np.where(network.shares_nic, network.up, 0.0)[:, None]
+    extra = np.zeros_like(reduce)
+    extra[:, :, 1:] = layout.order.group * np.minimum(transfers_s, backward[:, :, :-1])
+    return np.minimum(reduce, extra)
 
 
 def _nic_contention(layout: Layout, network: ReplicaTimes, ready: np.ndarray, forward: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 from sites import A100, small_testbed, two_clusters
 
@@ -18,7 +19,7 @@ from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.layer_times import LayerShape
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, parameters
 from holmes_hpc.planning.cost.memory import check_memory, fits, layer_activation_bytes, memory
 from holmes_hpc.planning.cost.network_figures import Link
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
@@ -288,6 +289,16 @@ def test_stage_transfers_wait_for_gradients_only_on_a_shared_nic() -> None:
         layout = Layout.of(pipeline(transport=transport), Costs())
         d = timing(layout, layer_array(pipeline())).replicas[0]
         assert (d.last_up[0, 1] > d.up[0, 1]) == (transport == "single")
+
+
+def test_reductions_of_later_chunks_share_a_nic_with_the_last_transfers() -> None:
+    """While the second chunk's gradients are reduced, those of a group of micro-batches (2) are received."""
+    made = pipeline(schedule="interleaved", virtual_stages=2)
+    for transport, transfers in (("holmes", 0), ("single", 2)):
+        layout = Layout.of(replace(made, transport_mode=transport), Costs(pace_layer_ms=100))
+        d, count = timing(layout, layer_array(made)).replicas[0], parameters(layout, layer_array(made))
+        alone_s = d.tail - transfers * d.up[:, :, None] * np.array([0, 1])
+        assert alone_s[0, :, 1] / count[0, :, 1] == pytest.approx(alone_s[0, :, 0] / count[0, :, 0], rel=0.01)
 
 
 @pytest.mark.parametrize(("depth", "received"), [(1, 1), (2, 2), (4, 4)])
