@@ -19,11 +19,11 @@ from holmes_hpc.planning.cost import flops as counts
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.layer_times import LayerShape
-from holmes_hpc.planning.cost.layout import Layout, parameters
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import check_memory, fits, layer_activation_bytes, memory
 from holmes_hpc.planning.cost.network_figures import Link
 from holmes_hpc.planning.cost.predict import chrome_trace, layer_array, predict, timeline
-from holmes_hpc.planning.cost.timing import Timing, timing
+from holmes_hpc.planning.cost.timing import Timing, parameters, timing
 from holmes_hpc.planning.plan.plan import Plan, Schedule
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
