@@ -200,7 +200,7 @@ def _shares(plan: Plan) -> dict[str, str]:
 def _stage(plan: Plan, stage: int, per_node: int) -> str:
     layers, in_flight, p = plan.stages[stage].layers, plan.schedule.in_flight[stage], plan.parallel
     nodes = counted(p.stages[stage].ranks // per_node, "node")
-    sizes = f"{nodes}, TP {p.tp_of(stage)} x DP {p.stages[stage].dp}, " if not p.is_even else ""
+    sizes = f"{nodes}, {p.stages[stage].sizes()}, " if not p.is_even else ""
     return f"{sizes}{counted(layers, 'layer')}, {counted(in_flight, 'micro-batch')} in flight"
 
 

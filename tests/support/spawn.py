@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import queue
 import random
@@ -112,14 +113,14 @@ def plan(
 
 
 def unequal(
-    *widths: tuple[int, int],
+    *widths: tuple[int, ...],
     layers: list[int] | None = None,
     weights: dict[int, list[float]] | None = None,
     model: ModelSpec = MODEL,
     batch: Batch = BATCH,
     **fields: Any,
 ) -> Plan:
-    """Return a plan of stages with (TP, DP) each, in separate fabrics, with nodes of TP ranks.
+    """Return a plan of stages with (TP, DP) or (TP, DP, CP) each, in separate fabrics, with nodes of TP ranks.
 
     `weights`: of a stage's replicas, if they differ."""
     layers = layers or [model.layers // len(widths)] * len(widths)
@@ -129,24 +130,24 @@ def unequal(
             f"{kinds[s % 3]}-{s}",
             kinds[s % 3],
             str(kinds[s % 3]),
-            dp,
+            dp * math.prod(cp),
             tp,
             0.05,
             CPU,
             rdma_gbps=0.4 if kinds[s % 3].rdma else None,
             gres=False,
         )
-        for s, (tp, dp) in enumerate(widths)
+        for s, (tp, dp, *cp) in enumerate(widths)
     ]
     stage_parallels = tuple(
-        StageParallel(tp, dp, tuple((weights or {}).get(s, ()))) for s, (tp, dp) in enumerate(widths)
+        StageParallel(tp, dp, tuple((weights or {}).get(s, ())), *cp) for s, (tp, dp, *cp) in enumerate(widths)
     )
-    in_flight = tuple(fields.pop("in_flight", least_in_flight(tuple(dp for _, dp in widths))))
+    in_flight = tuple(fields.pop("in_flight", least_in_flight(tuple(dp for _, dp, *_ in widths))))
     return Plan(
         "pipeline",
         model,
         batch,
-        Parallel(stage_parallels, sequence_parallel=max(tp for tp, _ in widths) > 1),
+        Parallel(stage_parallels, sequence_parallel=max(tp for tp, *_ in widths) > 1),
         "none",
         Schedule("ahead", in_flight),
         tuple(Component(f.partition, "", f.name, f.nodes, f.gpus_per_node, (s,)) for s, f in enumerate(sites)),

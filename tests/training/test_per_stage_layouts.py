@@ -1,4 +1,4 @@
-"""Per-stage TP/DP: losses and gradient norms equal to those of one process, and checkpoints shared between layouts."""
+"""Per-stage TP, DP and CP: losses and norms equal to those of one process, and checkpoints shared between layouts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,15 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "1 + 2 + 1": ([(1, 1), (1, 2), (1, 1)], {}, "plain"),
     "TP 2 and 1": ([(2, 1), (1, 2)], {}, "plain"),
     "TP 1 and 2, tied": ([(1, 1), (2, 2)], {"model": TIED}, "tied"),
+    "CP 2 in the last stage": ([(1, 1), (1, 1, 2)], {}, "plain"),
+    "CP 2 x DP 2 and CP 1": ([(1, 2, 2), (1, 1)], {}, "plain"),
+    "CP 4, TP 2, CP 2": ([(1, 1, 4), (2, 1), (1, 1, 2)], {}, "plain"),
+    "TP 2 x CP 2 and CP 1": ([(2, 1, 2), (1, 2)], {}, "plain"),
 }
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, "2 + 1", "TP 2 and 1"))
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, "2 + 1", "TP 2 and 1", "CP 2 in the last stage"))
 def test_per_stage_tp_and_dp_have_the_losses_and_norms_of_one_process(
     name: str, one_process: dict[str, spawn.FinishedRun], tmp_path: Path
 ) -> None:
@@ -69,7 +73,7 @@ def test_a_checkpoint_can_be_resumed_under_another_tp_and_dp_per_stage(
 ) -> None:
     run = tmp_path / "run"
     one_and_two = spawn.unequal((1, 2), (1, 1))
-    plans = {1: one_and_two, 2: spawn.unequal((2, 1), (1, 2)), 3: one_and_two, 5: spawn.plan(dp=2)}
+    plans = {1: one_and_two, 2: spawn.unequal((2, 1), (1, 1, 2)), 3: one_and_two, 5: spawn.plan(dp=2)}
     for steps, plan in plans.items():
         train = {**STEPS, "steps": steps, "lr_decay_steps": 5, "checkpoint_interval": 1}
         ended = spawn.train(run, plan, {"train": train})

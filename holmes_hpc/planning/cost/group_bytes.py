@@ -38,8 +38,8 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         gpu = layout.pool(component).gpu
         factors, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
         senders, amount, peer_bytes = group.ranks, 0.0, 0.0  # bytes of each sender; bytes to each peer outside its node
+        view = layout.views[stage] if layout.is_per_stage else layout
         if group.kind == "edge":
-            view = layout.views[stage] if layout.is_per_stage else layout
             tensor = activation_bytes(view, transport, component) * _tensor_share(p, group)
             (_, a, _), (_, b, _) = (p.coordinates(rank) for rank in group.ranks)
             amount = tensor * (_transfer_count(layout, group) if is_grid else edge_counts[stage, a, b])
@@ -49,9 +49,9 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
             amount = factors.all_reduce * embedding_bytes(layout) / tp * (n - 1) / n
         elif group.kind == "cp":  # rounds of keys and values: 1 forward, 2 backward (with their gradients)
             parts = {"full": ("scores",), "selective": costs.software.recompute_parts}.get(layout.recompute, ())
-            passes, rounds = float(layers[0, stage].sum()) * layout.order.micro_batches, 3 + ("scores" in parts)
-            tokens = layout.batch.micro_size * layout.batch.sequence_length
-            sizes = layout.model, tokens, p.tp, costs.weight_bytes(gpu)
+            passes, rounds = float(layers[0, stage].sum()) * view.order.micro_batches, 3 + ("scores" in parts)
+            tokens = view.batch.micro_size * view.batch.sequence_length
+            sizes = layout.model, tokens, view.parallel.tp, costs.weight_bytes(gpu)
             if p.cp_comm == "a2a":
                 peer_bytes = (rounds - 1) * passes * exchanged_bytes(*sizes) / n
             else:
@@ -89,10 +89,12 @@ def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tupl
 def _tensor_share(p: Parallel, group: Group) -> float:
     """Return the share of the first rank's part of a tensor that the second rank of the edge receives."""
     (upper, _, i), (lower, _, j) = (p.coordinates(rank) for rank in group.ranks)
-    above, below = p.tp_of(upper), p.tp_of(lower)
-    if above == below:
+    if upper > lower:  # the wrap-around edge of virtual stages, whose stages are equal
         return 1.0
-    return max(0.0, min((i + 1) / above, (j + 1) / below) - max(i / above, j / below)) * above
+    exchanged = p.exchanged_rows(upper, lower)
+    of_part = [rows for (part, _), rows in exchanged.items() if part == i]
+    sizes = [sum((above.stop or 1) - (above.start or 0) for above, _ in rows) for rows in (exchanged[i, j], *of_part)]
+    return sizes[0] / sum(sizes[1:])
 
 
 def _transfer_count(layout: Layout, group: Group) -> int:

@@ -177,13 +177,13 @@ class Layout:
         micro_size = self.batch.micro_size
         padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for the TP of every stage
         return self.memo.of(
-            *("view", self.recompute, sizes.tp, sizes.dp, count, component.gpus_per_node),
+            *("view", self.recompute, sizes.tp, sizes.cp, sizes.dp, count, component.gpus_per_node),
             compute=lambda: replace(
                 self,
                 model=replace(self.model, vocab_multiple=self.model.vocab_multiple * padding),
-                batch=Batch(micro_size * sizes.dp * count, micro_size, self.batch.sequence_length),
+                batch=Batch(micro_size * sizes.dp * count, micro_size, self.batch.sequence_length).split(sizes.cp),
                 parallel=Parallel.uniform(
-                    sizes.tp, p.pp, sizes.dp, sequence_parallel=p.sequence_parallel and sizes.tp > 1
+                    *(sizes.tp, p.pp, sizes.copies), cp=sizes.cp, sequence_parallel=p.sequence_parallel and sizes.tp > 1
                 ),
                 schedule=Schedule(PER_STAGE.name, (1,) * p.pp),
                 components=tuple(replace(c, gpus_per_node=component.gpus_per_node) for c in self.components),

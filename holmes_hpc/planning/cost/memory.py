@@ -127,7 +127,7 @@ def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
     buffers = np.zeros(p.pp)
     for s, component in enumerate(layout.replicas[0]):
         element = layout.costs.weight_bytes(layout.pool(component).gpu)
-        tensor = batch.micro_size * batch.sequence_length * layout.model.hidden * element / p.tp_of(s)
+        tensor = batch.micro_size * batch.sequence_length * layout.model.hidden * element / p.tp_of(s) / p.cp_of(s)
         in_base = 2 * ((s > 0) + (s < p.pp - 1))  # _base_memory counts one buffer for each direction of each edge
         buffers[s] = max(0, layout.order.buffers(s) - in_base) * tensor
     return replace(base, buffers=base.buffers + buffers)

@@ -291,7 +291,7 @@ def edge_times(layout: Layout) -> RowDurations:
     for component in layout.components:
         for s in component.stages:
             sizes = layout.parallel.stages[s]
-            nodes += [first_node + r * sizes.tp // component.gpus_per_node for r in range(sizes.dp)]
+            nodes += [first_node + r * sizes.tp * sizes.cp // component.gpus_per_node for r in range(sizes.dp)]
             first_node += sizes.ranks // component.gpus_per_node
     down, up = ([_edge_times(layout, s, forward) for s in range(pp - 1)] for forward in (True, False))
     indices = [transports.index(wire) for wire in edge_transports]
@@ -306,7 +306,9 @@ def _edge_times(layout: Layout, upper: int, forward: bool) -> tuple[float, float
     transport = ends[0][0].edges[0][upper]
     nodes = min(_nodes_at_edge(view, end) for view, end in ends)
     busy_s = max(
-        activation_bytes(view, transport, end) * view.parallel.tp / view.rate(transport, end, peer=peer, nodes=nodes)
+        activation_bytes(view, transport, end)
+        * min(view.parallel.tp * view.parallel.cp, end.gpus_per_node)
+        / view.rate(transport, end, peer=peer, nodes=nodes)
         for (view, end), (_, peer) in (ends, ends[::-1])
     )
     (view, source), (_, target) = ends if forward else ends[::-1]

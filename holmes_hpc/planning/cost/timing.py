@@ -104,7 +104,7 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     p, network = layout.parallel, network_times(layout.views[0])
     rows, stages = layers[:, :, 0] - 1, np.arange(p.pp)
     parts = {name: table[rows, stages] for name, table in _stage_tables(layout).items()}
-    gather, shares = parts.pop("gather"), parts.pop("parameters") / np.array([stage.dp for stage in p.stages])
+    gather, shares = parts.pop("gather"), parts.pop("parameters") / np.array([stage.copies for stage in p.stages])
     updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
     return Timing(
         (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in parts.items()}),),

@@ -18,6 +18,7 @@ import numpy as np
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import Case, PlanError
+from holmes_hpc.planning.plan.rows import Rows, exchanged_rows
 from holmes_hpc.schema import Checked, check, key
 
 # Megatron-Core's names: the first name varies fastest.
@@ -28,12 +29,14 @@ ORDERS = (PIPELINE_ORDER, HIERARCHICAL_ORDER)
 
 @dataclass(frozen=True)
 class StageParallel:
-    """One stage: `dp` replicas of `tp` ranks each. Replicas that share a sequence (CP) count separately.
-    `weights`: the relative number of micro-batches of each replica (empty: all the same)."""
+    """One stage: `dp` replicas of `tp` x `cp` ranks each.
+    `weights`: the relative number of micro-batches of each replica (empty: all the same). `cp`: ranks that share each
+    sequence, if stages differ in it. Otherwise it is 1, and such replicas count separately (:attr:`Parallel.cp`)."""
 
     tp: Annotated[int, key("tensor parallel in the stage", ge=1)]
     dp: Annotated[int, key("replicas of the stage", ge=1)]
     weights: Annotated[tuple[float, ...], key("micro-batches of each replica, in proportion", gt=0)] = ()
+    cp: Annotated[int, key("context parallel in the stage", ge=1)] = 1
 
     def __post_init__(self) -> None:
         check(self, "stages", PlanError)
@@ -43,9 +46,18 @@ class StageParallel:
             message = f"{len(self.weights)} weights for DP {self.dp}"
             raise PlanError(message, where="routing", hint="give one weight per replica of the stage")
 
+    def sizes(self) -> str:
+        """Return TP, CP if above 1, and DP as text."""
+        return f"TP {self.tp} x " + f"CP {self.cp} x " * (self.cp > 1) + f"DP {self.dp}"
+
     @property
     def ranks(self) -> int:
-        return self.tp * self.dp
+        return self.tp * self.copies
+
+    @property
+    def copies(self) -> int:
+        """The number of ranks with the same parameters."""
+        return self.dp * self.cp
 
 
 _stage = lru_cache(maxsize=1024)(StageParallel)  # a search asks for the same values again and again
@@ -87,6 +99,8 @@ class Parallel(Checked, where="parallel", error=PlanError):
         problem = f"stages of TP {', '.join(map(str, self.tps))} without sequence_parallel"
         hint = "set it: stages of different TP exchange parts of the sequence"
         yield len(self.tps) > 1 and not self.sequence_parallel, problem, hint
+        problem, hint = f"every stage has CP {self.stages[0].cp}", "set parallel.cp in place of the stages' cp"
+        yield self.is_even and self.stages[0].cp > 1, problem, hint, "stages"
         for name, default in _UNIFORM_ONLY.items() if not self.is_uniform else ():
             problem = f"{name} is {getattr(self, name)} with per-stage TP/DP"
             hint = f"use {default}, or the same TP and DP in every stage"
@@ -154,6 +168,9 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def tp_of(self, stage: int) -> int:
         return self.stages[stage].tp
 
+    def cp_of(self, stage: int) -> int:
+        return self.cp * self.stages[stage].cp
+
     @cached_property
     def tps(self) -> tuple[int, ...]:
         """The distinct TP sizes of the stages, ascending."""
@@ -174,7 +191,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for checkpoints: the sizes of a uniform layout, otherwise the sizes of each stage."""
         if not self.is_uniform:
-            stages = [asdict(stage) for stage in self.stages]
+            stages = [{k: v for k, v in asdict(stage).items() if (k, v) != ("cp", 1)} for stage in self.stages]
             order = {"order": self.order} if self.order != PIPELINE_ORDER else {}
             return {"stages": stages, "sequence_parallel": self.sequence_parallel, **order}
         return {"tp": self.tp, "pp": self.pp, "dp": self.replicas} | self.settings()
@@ -190,15 +207,15 @@ class Parallel(Checked, where="parallel", error=PlanError):
             rest = "".join(f", {k.upper()} {n}" for k in ("cp", "ep") if (n := getattr(self, k)) > 1)
             rest += ", all-to-all attention" if self.cp_comm == "a2a" else ""
             return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.replicas}{rest}{shares}"
-        return f"PP {self.pp} of " + " + ".join(f"TP {stage.tp} x DP {stage.dp}" for stage in self.stages)
+        return f"PP {self.pp} of " + " + ".join(stage.sizes() for stage in self.stages)
 
     def grid(self) -> list[np.ndarray]:
-        """Return the global ranks of each stage, shape (dp, tp)."""
+        """Return the global ranks of each stage, shape (dp, tp), or (dp, cp x tp) if stages differ in CP."""
         if self.order == HIERARCHICAL_ORDER:
             ranks = np.arange(self.world_size).reshape(self.dp, self.pp, self.tp)
             return [ranks[:, stage] for stage in range(self.pp)]
         return [
-            np.arange(first, end).reshape(stage.dp, stage.tp)
+            np.arange(first, end).reshape(stage.dp, -1)
             for stage, (first, end) in zip(self.stages, pairwise(self._first_ranks), strict=True)
         ]
 
@@ -208,11 +225,19 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return [ranks.ravel().tolist() for ranks in self.grid()]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return (stage, replica, TP rank) of a global rank."""
+        """Return (stage, replica, TP rank) of a global rank, or (stage, replica, CP rank x TP + TP rank) if stages
+        differ in CP."""
         if self.order == HIERARCHICAL_ORDER:
             return rank // self.tp % self.pp, rank // (self.tp * self.pp), rank % self.tp
         stage = next(s for s, end in enumerate(self._first_ranks[1:]) if rank < end)
-        return stage, *divmod(rank - self._first_ranks[stage], self.stages[stage].tp)
+        sizes = self.stages[stage]
+        return stage, *divmod(rank - self._first_ranks[stage], sizes.tp * sizes.cp)
+
+    def exchanged_rows(self, upper: int, lower: int, length: int = 0) -> dict[tuple[int, int], Rows]:
+        """Return the rows that two stages exchange, for each pair of parts of a sequence: of a replica's row in
+        :meth:`grid`. `length`: tokens of a sequence; 0: some length that all sizes divide."""
+        sizes = (self.tp_of(upper), self.stages[upper].cp), (self.tp_of(lower), self.stages[lower].cp)
+        return exchanged_rows(*sizes, self.sequence_parallel, length or 2 * math.prod((*sizes[0], *sizes[1])))
 
     def routes(self, micro_batches: int) -> tuple[tuple[int, ...], ...]:
         """Return, per stage, the replica of each micro-batch of a step. Raise PlanError if a replica gets none."""
@@ -228,7 +253,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
 
 _UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "cp")}
-_UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True}
+_UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True, "cp_comm": "ring"}
 
 
 @lru_cache(maxsize=256)
@@ -277,11 +302,12 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
     is_grid = parallel.is_grid(micro_batches)
     yield from _group("world", np.arange(parallel.world_size), tuple(range(pp)))
     for s, ranks in enumerate(grid):
-        for row in ranks:
+        rows, cp = ranks.reshape(-1, parallel.tp_of(s)), parallel.cp_of(s)
+        for row in rows:
             yield from _group("tp", row, (s,))
-        for row in ranks.reshape(-1, parallel.cp, ranks.shape[1]).swapaxes(1, 2).reshape(-1, parallel.cp):
+        for row in rows.reshape(-1, cp, rows.shape[1]).swapaxes(1, 2).reshape(-1, cp):
             yield from _group("cp", row, (s,))
-        for column in ranks.T:
+        for column in rows.T:
             yield from _group("dp", column, (s,))
             if parallel.optimizer_instances > 1:
                 blocks = column.reshape(parallel.optimizer_instances, -1)
@@ -307,7 +333,7 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
     routes = parallel.routes(parallel.dp if is_grid else micro_batches)
     for s, t in edges:
         for a, b in sorted(set(zip(routes[s], routes[t], strict=True))):
-            for i, j in exchanging_tp_ranks(parallel.tp_of(s), parallel.tp_of(t)):
+            for i, j in parallel.exchanged_rows(s, t):
                 yield Group("edge", (int(grid[s][a, i]), int(grid[t][b, j])), (s, t))
 
 
@@ -349,16 +375,3 @@ def tp_across_nodes(tp: int, ranks: int, where: str) -> Case:
     """Return the error case that TP groups of `tp` ranks do not fill a node with `ranks` ranks."""
     message = f"TP {tp} does not divide {ranks} GPUs per node"
     return ranks % tp, message, "keep tensor parallelism inside a node", where
-
-
-def exchanging_tp_ranks(source_tp: int, target_tp: int) -> list[tuple[int, int]]:
-    """Return the pairs of TP ranks of two neighbouring stages that exchange a part of every tensor.
-    With equal TP, each rank has one partner; otherwise ranks whose parts of the sequence overlap are partners."""
-    if source_tp == target_tp:
-        return [(t, t) for t in range(source_tp)]
-    return [
-        (a, b)
-        for a in range(source_tp)
-        for b in range(target_tp)
-        if a * target_tp < (b + 1) * source_tp and b * source_tp < (a + 1) * target_tp
-    ]

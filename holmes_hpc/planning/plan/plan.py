@@ -100,12 +100,14 @@ class Plan:
         PlanError.refuse("components", (ranks != self.world_size, problem, "make both numbers equal"))
 
     def _model_mistakes(self) -> Iterator[Case]:
-        m, p, sequence, schedule = self.model, self.parallel, self.parts.sequence_length, self.schedule
+        m, p, schedule = self.model, self.parallel, self.schedule
         for tp in p.tps:
             yield from indivisible_sizes(m, tp)
-        for tp in p.tps if p.sequence_parallel else ():
-            problem, place = f"TP {tp} does not divide a sequence of {sequence}", "parallel.sequence_parallel"
-            yield sequence % tp, problem, "switch it off, or use a TP that divides it", place
+        for tp, length in {(s.tp, self.batch.split(s.cp).sequence_length // p.cp) for s in p.stages}:
+            problem, place = f"TP {tp} does not divide a sequence of {length}", "parallel.sequence_parallel"
+            yield p.sequence_parallel and length % tp, problem, "switch it off, or use a TP that divides it", place
+        problem, has_cp = "context parallelism does not support dropout", max(s.cp for s in p.stages) > 1
+        yield has_cp and m.dropout, problem, "use 0", "model.dropout"
         lengths: list[tuple[str, Sized, int]] = [("stages", self.stages, p.pp)]
         names = ("in_flight", *(("deferred", "final") if schedule.deferred else ()))
         lengths += [(f"schedule.{name}", getattr(schedule, name), p.pp) for name in names]
@@ -170,7 +172,7 @@ class Plan:
                 sizes, first_pool = p.stages[stage], first_pools.setdefault(stage, pool)
                 PlanError.refuse("stages", tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"))
                 is_split = self.is_per_stage and p.order != HIERARCHICAL_ORDER and sizes.ranks % c.gpus_per_node
-                problem = f"stage {stage}: TP {sizes.tp} x DP {sizes.dp} on nodes of {c.gpus_per_node} ranks"
+                problem = f"stage {stage}: {sizes.sizes()} on nodes of {c.gpus_per_node} ranks"
                 hint = "give a stage whole nodes: a multiple of the ranks of a node"
                 PlanError.refuse("stages", (is_split, problem, hint))
                 spans_fabrics = first_pool.fabric_name != pool.fabric_name and self.strategy != "hierarchical-dp"

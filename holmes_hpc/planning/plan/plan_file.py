@@ -24,7 +24,7 @@ UNIFORM, PER_STAGE = 1, 2  # versions of earlier releases, which can still be re
 _ENTIRE_VALUE: tuple[str, ...] = ()
 # Keys that an older plan may lack, and that change what runs.
 _ALWAYS_WRITTEN = ("bucket_bytes", "edge_dtype", "edge_connections", "transport_mode")
-_SIZES = ("tp", "dp")  # keys of a stage
+_SIZES = ("tp", "dp", "cp")  # keys of a stage
 
 
 def to_dict(plan: Any) -> dict[str, Any]:
@@ -46,7 +46,8 @@ def to_dict(plan: Any) -> dict[str, Any]:
         data["parallel"] |= {"tp": p.tp, "dp": p.replicas}
     for stage, pool, sizes in zip(data["stages"], [s.pool for s in plan.stages], p.stages, strict=True):
         nodes, extra_ranks = divmod(sizes.ranks, ranks_of_node[pool])
-        stage |= {"tp": sizes.tp, "dp": sizes.dp // p.cp} | ({} if extra_ranks else {"nodes": nodes})
+        stage |= {"tp": sizes.tp, "dp": sizes.dp // p.cp} | ({"cp": sizes.cp} if sizes.cp > 1 else {})
+        stage |= {} if extra_ranks else {"nodes": nodes}
     if plan.is_per_stage:
         data["routing"] = {"weights": [list(s.weights or (1,) * s.dp) for s in p.stages]}
     data["unused"] = plan.unused

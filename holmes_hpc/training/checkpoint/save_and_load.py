@@ -68,7 +68,9 @@ class Checkpoints:
         self._has_uniform_tp = len(self.plan.parallel.tps) == 1
         # DP replicas share the work of writing and reading, except if only some stages have replicas: the stages would
         # then run different collectives.
-        self._shares_files = self._has_uniform_tp and len({stage.dp > 1 for stage in self.plan.parallel.stages}) == 1
+        self._shares_files = (
+            self._has_uniform_tp and len({stage.copies > 1 for stage in self.plan.parallel.stages}) == 1
+        )
         if self._rank == 0:
             checkpoint_directory.create_folder(self.folder, train.checkpoint_dir)
         self._calls, self._strategy = AsyncCallsQueue(), TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
@@ -319,11 +321,11 @@ class Checkpoints:
     def _generator_position(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shape of the grid of random generators, and this rank's position. DP replicas share generators."""
         p = self.plan.parallel
-        stage, _, tp_rank = p.coordinates(self._rank)
+        stage, _, part = p.coordinates(self._rank)
         if self.plan.is_per_stage:  # stages of unequal TP form no grid
             offsets = [0, *accumulate(p.tp_of(s) for s in range(p.pp))]
-            return (offsets[-1],), (offsets[stage] + tp_rank,)
-        return (p.pp, p.tp), (stage, tp_rank)
+            return (offsets[-1],), (offsets[stage] + part % p.tp_of(stage),)
+        return (p.pp, p.tp), (stage, part)
 
 
 def _inner_error(error: BaseException) -> Any:

@@ -88,7 +88,7 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
         tensor_model_parallel_size=tp,
-        context_parallel_size=p.cp,
+        context_parallel_size=p.cp_of(stage),
         cp_comm_type="a2a" if p.cp_comm == "a2a" else "p2p",
         pipeline_model_parallel_size=p.pp,
         virtual_pipeline_model_parallel_size=p.virtual_stages if p.virtual_stages > 1 else None,

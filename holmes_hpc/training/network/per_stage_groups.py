@@ -6,6 +6,7 @@ pipeline's group only to find the stage, so a stub replaces it. The gradient nor
 each part of a parameter once. The tied embedding has its own group (model/optimizer.py).
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -26,13 +27,18 @@ class _PerStageRanks:
     For kinds that `_ranks` lacks (in Megatron-Core 0.18, those for sharded weights), each rank is a group by itself."""
 
     def __init__(self, parallel: Parallel) -> None:
-        grid = parallel.grid()
-        rows = [row for stage in grid for row in stage.tolist()]
-        columns = [column for stage in grid for column in stage.T.tolist()]
+        grid = [ranks.reshape(s.dp, s.cp, s.tp) for ranks, s in zip(parallel.grid(), parallel.stages, strict=True)]
+
+        def blocks(*axes: int) -> list[list[int]]:
+            """Return the ranks along `axes` of each stage: 0: replicas, 1: ranks that share a sequence, 2: TP ranks."""
+            others, sizes = [axis for axis in range(3) if axis not in axes], [[r.shape[a] for a in axes] for r in grid]
+            rows = (r.transpose(*others, *axes).reshape(-1, math.prod(s)) for r, s in zip(grid, sizes, strict=True))
+            return [row for stage in rows for row in stage.tolist()]
+
         self._ranks = {
-            **dict.fromkeys(("tp", "tp-cp", "tp-ep"), rows),
-            **dict.fromkeys(("dp", "dp-cp"), columns),
-            **dict.fromkeys(("tp-dp", "tp-dp-cp"), parallel.stage_ranks),
+            **dict.fromkeys(("tp", "tp-ep"), blocks(2)),
+            **{"cp": blocks(1), "tp-cp": blocks(1, 2), "dp": blocks(0), "dp-cp": blocks(0, 1)},
+            **{"tp-dp": blocks(0, 2), "tp-dp-cp": blocks(0, 1, 2)},
         }
         self._single = [[rank] for rank in range(parallel.world_size)]
 

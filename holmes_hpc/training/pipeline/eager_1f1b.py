@@ -90,7 +90,8 @@ def run_eager_1f1b(
 
     Bind `order` (the plan's), `tracer` and `weights` (see :func:`weight_gradients`) with ``functools.partial``. With
     per-stage TP/DP, `num_microbatches` counts the micro-batches of all replicas. The loss is divided by this number,
-    and gradients are summed over a stage's replicas. Otherwise `num_microbatches` replaces the number in `order`.
+    and gradients are summed over all ranks with the same parameters. Otherwise `num_microbatches` replaces the number
+    in `order`.
     """
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
@@ -110,7 +111,7 @@ def run_eager_1f1b(
             input_tensor=input_tensor,
             forward_data_store=losses,
             config=config,
-            cp_group_size=pg_collection.cp.size(),
+            cp_group_size=1 if order.routes else pg_collection.cp.size(),  # the factor of the loss
             is_first_microbatch=stage_pass.micro_batch == micro_batches[0],
             current_microbatch=stage_pass.micro_batch,
             vp_stage=stage_pass.chunk if len(models) > 1 else None,

@@ -1,11 +1,11 @@
 """Edges between stages with per-stage TP/DP.
 
 Two replicas of neighbouring stages have edges between them if they share a micro-batch. Edges consist of
-two-rank channels (point_to_point.py). Stages with different TP split a sequence differently. Each rank sends the rows
-of its part to the ranks that need these rows, so that every byte is sent once.
+two-rank channels (point_to_point.py). Stages with different TP or CP split a sequence differently. Each rank sends the
+rows of its part to the ranks that need these rows, so that every byte is sent once.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,8 @@ class SplitChannel:
         return Transfer("of several ranks", into, partial(wait_all, transfers))
 
     def settle(self, keep: int = 0) -> None:
-        for channel, _ in self.pieces:
-            channel.settle(keep)
+        for channel, messages in Counter(channel for channel, _ in self.pieces).items():
+            channel.settle(keep * messages)
 
 
 class PerStageEdges(Edges):
@@ -60,17 +60,11 @@ def build_per_stage_edges(
     split_channels = defaultdict[tuple[str, int], SplitChannel](SplitChannel)
     for role, peer, channel in connect_edges(plan, new_group, rank, config.pipeline_dtype, device):
         peer_stage, peer_replica, peer_part = p.coordinates(peer)
-        rows = shared_rows(plan.batch.sequence_length, (part, p.tp_of(stage)), (peer_part, p.tp_of(peer_stage)))
-        split_channels[role, order.row(peer_stage, peer_replica)].pieces.append((channel, rows))
+        is_upper = stage < peer_stage
+        stages, parts = (
+            ((stage, peer_stage), (part, peer_part)) if is_upper else ((peer_stage, stage), (peer_part, part))
+        )
+        rows = p.exchanged_rows(*stages, plan.batch.sequence_length)[parts]
+        pieces = [(channel, above if is_upper else below) for above, below in rows]
+        split_channels[role, order.row(peer_stage, peer_replica)].pieces += pieces
     return PerStageEdges(pp_group, order.row(stage, replica), device, dict(split_channels))
-
-
-def shared_rows(length: int, part: tuple[int, int], peer_part: tuple[int, int]) -> slice:
-    """Return the rows that this rank's part of a sequence shares with a peer's part, counted from the start of this
-    rank's part. `part`, `peer_part`: (index of the part, number of parts). Equal numbers of parts share all rows."""
-    if part[1] == peer_part[1]:
-        return slice(None)
-    first = part[0] * length // part[1]
-    low = max(first, peer_part[0] * length // peer_part[1])
-    high = min((part[0] + 1) * length // part[1], (peer_part[0] + 1) * length // peer_part[1])
-    return slice(low - first, high - first)

@@ -247,8 +247,8 @@ def stream_count(plan: Plan, rank: int) -> int:
         1
         + edges_per_pair * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
         + (p.tp_of(stage) > 1)
-        + (p.cp > 1)
-        + (p.stages[stage].dp > 1)
+        + (p.cp_of(stage) > 1)
+        + (p.stages[stage].copies > 1)
         + (2 if p.optimizer_instances > 1 else 0)
         + 3
     )

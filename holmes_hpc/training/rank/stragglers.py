@@ -80,7 +80,7 @@ def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[lis
     every layer counts one, and the last stage has no GPU in common with others, because its head is not emulated.
     `factors`: pool -> slow-down of emulated layers; None without emulated compute.
     """
-    replicas = max(stage.dp for stage in plan.parallel.stages)
+    replicas = max(stage.copies for stage in plan.parallel.stages)
     if replicas > 1 or min(stage.layers for stage in plan.stages) < 1:
         return [], []
     length, pools = plan.batch.sequence_length, {p.name: p for p in plan.site.pools}

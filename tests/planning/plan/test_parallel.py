@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import spawn
 import yaml
@@ -12,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, exchanging_tp_ranks, groups
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, groups
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.rows import exchanged_rows
 
 
 def test_per_stage_sizes_are_written_and_read_back() -> None:
@@ -23,6 +25,32 @@ def test_per_stage_sizes_are_written_and_read_back() -> None:
     assert [(s["nodes"], s["tp"], s["dp"]) for s in data["stages"]] == [(1, 2, 1), (3, 1, 3)]
     assert data["routing"] == {"weights": [[1], [3, 1, 1]]}
     assert Plan.from_dict(data) == plan and Plan.from_dict(data).id == plan.id
+
+
+def test_cp_of_one_stage_is_written_and_read_back() -> None:
+    plan = spawn.unequal((1, 1), (1, 2, 2))
+    data = plan.to_dict()
+    assert [s.get("cp") for s in data["stages"]] == [None, 2] and Plan.from_dict(data) == plan
+    assert str(plan.parallel) == "PP 2 of TP 1 x DP 1 + TP 1 x CP 2 x DP 2"
+    kinds = [(g.kind, g.ranks) for g in groups(plan.parallel, 4, tied=False)]
+    assert [r for k, r in kinds if k == "cp"] == [(1, 2), (3, 4)] and ("dp", (1, 2, 3, 4)) in kinds
+    assert [r for k, r in kinds if k == "edge"] == [(0, 1), (0, 2), (0, 3), (0, 4)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d["batch"].update(sequence_length=30), "sequence_length 30 is not a multiple of 4"),
+        (lambda d: d["model"].update(dropout=0.1), "does not support dropout"),
+        (lambda d: d["parallel"].update(cp_comm="a2a"), "cp_comm is a2a with per-stage TP/DP"),
+        (lambda d: [s.update(cp=2, dp=1) for s in d["stages"]], "every stage has CP 2"),
+    ],
+)
+def test_cp_of_a_stage_that_cannot_run_is_refused(change: Any, message: str) -> None:
+    data = spawn.unequal((1, 1), (1, 2, 2)).to_dict()
+    change(data)
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict(data)
 
 
 def test_equal_stages_form_a_grid() -> None:
@@ -151,16 +179,26 @@ def test_micro_batches_are_shared_by_weight(dp: int, count: int, data: st.DataOb
         assert all(abs(counts[r] - share) < dp for r, share in enumerate(shares))
 
 
-@pytest.mark.parametrize(("source", "target"), [(2, 1), (1, 2), (4, 2), (2, 4), (3, 2), (2, 2)])
-def test_every_part_of_a_sequence_crosses_once(source: int, target: int) -> None:
-    for a, b in exchanging_tp_ranks(source, target):
-        assert source == target or set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source))
-    if source != target:
-        crossed = sum(
-            len(set(range(a * target, (a + 1) * target)) & set(range(b * source, (b + 1) * source)))
-            for a, b in exchanging_tp_ranks(source, target)
-        )
-        assert crossed == source * target
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize(
+    ("upper", "lower"),
+    [((2, 1), (1, 1)), ((1, 1), (4, 1)), ((4, 1), (2, 1)), ((1, 2), (1, 1)), ((2, 1), (1, 2)), ((2, 2), (1, 4))],
+)
+def test_every_token_of_a_part_arrives_once(upper: tuple[int, int], lower: tuple[int, int], splits: bool) -> None:
+    """The sizes are (TP, CP). Without sequence parallelism, both stages have one TP."""
+    upper, lower = (upper, lower) if splits else ((2, upper[1]), (2, lower[1]))
+
+    def parts(tp: int, cp: int) -> list[np.ndarray]:
+        chunks = np.arange(48).reshape(2 * cp, -1) if cp > 1 else np.arange(48)[None]
+        sequences = [np.concatenate([chunks[c], chunks[-1 - c]]) if cp > 1 else chunks[0] for c in range(cp)]
+        return [row for s in sequences for row in (s.reshape(tp, -1) if splits else [s] * tp)]
+
+    received = [np.full(len(part), -1) for part in parts(*lower)]
+    for (i, j), rows in exchanged_rows(upper, lower, splits, 48).items():
+        for above, below in rows:
+            assert (received[j][below] == -1).all()
+            received[j][below] = parts(*upper)[i][above]
+    assert [r.tolist() for r in received] == [part.tolist() for part in parts(*lower)]
 
 
 def test_groups_of_a_per_stage_layout() -> None:
