@@ -1,7 +1,7 @@
 """The whole typed configuration of a run: its groups, and the keys outside groups."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from typing import Annotated, Any
 
 from holmes_hpc.config.data import DataConfig
@@ -95,16 +95,7 @@ class Configuration(Checked, where="configuration"):
         return map_leaves(asdict(self), lambda leaf: leaf)
 
 
-GROUPS: dict[str, type[Any]] = {
-    "model": ModelSpec,
-    "batch": Batch,
-    "plan": PlanOptions,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "slurm": SlurmSettings,
-    "elastic": ElasticConfig,
-    "launcher": LauncherConfig,
-}
+GROUPS: dict[str, Any] = {name: k.type for name, k in keys(Configuration).items() if is_dataclass(k.type)}
 
 
 def from_dict(data: Mapping[str, Any]) -> Configuration:
