@@ -10,23 +10,9 @@ from holmes_hpc.config.other_names import key_elsewhere, unsupported_hint
 from holmes_hpc.errors import ConfigError, did_you_mean, is_typo
 from holmes_hpc.schema import REQUIRED, keys
 
-# The default option of each group. For `batch`, it is the batch that has the model's name, if there is one.
-DEFAULTS = {
-    "model": "gpt_tiny",
-    "optional batch": "${model}",
-    "plan": "default",
-    "data": "default",
-    "train": "default",
-    "slurm": "default",
-    "elastic": "default",
-    "launcher": "slurm",
-}
 # group -> option -> the values that differ from the keys' defaults
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "plan": {"default": {}},
-    "train": {"default": {}},
-    "slurm": {"default": {}},
-    "elastic": {"default": {}},
+    **{group: {"default": {}} for group in ("plan", "train", "slurm", "elastic")},
     "data": {
         "default": {},
         "synthetic": {"kind": "synthetic"},
@@ -34,6 +20,9 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "launcher": {"slurm": {}, "local": {"kind": "local"}},
 }
+# The default option of each group: its first one. For `batch`, it is the batch that has the model's name, if any.
+DEFAULTS = {"model": "gpt_tiny", "optional batch": "${model}"}
+DEFAULTS |= {group: next(iter(OPTIONS[group])) for group in GROUPS if group in OPTIONS}
 
 
 def option(group: str, name: str) -> dict[str, Any] | None:
