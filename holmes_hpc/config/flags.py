@@ -91,21 +91,14 @@ _NAMES = {  # options whose name differs from their key's
     "batch.micro_size": "--micro-batch",
     "batch.sequence_length": "--sequence",
 }
-_KEYS = (
-    "site_file",
-    "model",
-    *(f"model.{k}" for k in ("layers", "hidden", "heads", "vocab", "ffn", "kv_heads", "head_dim", "dropout")),
-    *(f"model.{k}" for k in ("swiglu", "rmsnorm", "rope", "tied", "bias")),
-    *(f"batch.{k}" for k in ("global_size", "micro_size", "sequence_length")),
-    *(f"plan.{k}" for k in ("strategy", "nodes", "gpus_per_node", "tp", "pp", "dp", "cp", "ep", "virtual_stages")),
-    *(f"plan.{k}" for k in ("layers_per_stage", "recompute", "schedule", "transport")),
-    *(f"plan.{k}" for k in ("sequence_parallel", "distributed_optimizer")),
-    *(
-        f"train.{k}"
-        for k in ("steps", "dtype", "grad_dtype", "overlap_grad_reduce", "overlap_param_gather", "pace_layer_ms")
-    ),
-    "calibration",
-)
+_GROUP_KEYS = {
+    "model": "layers hidden heads vocab ffn kv_heads head_dim dropout swiglu rmsnorm rope tied bias",
+    "batch": "global_size micro_size sequence_length",
+    "plan": "strategy nodes gpus_per_node tp pp dp cp ep virtual_stages layers_per_stage recompute schedule transport "
+    "sequence_parallel distributed_optimizer",
+    "train": "steps dtype grad_dtype overlap_grad_reduce overlap_param_gather pace_layer_ms",
+}
+_KEYS = ["site_file", "model", *(f"{g}.{k}" for g, names in _GROUP_KEYS.items() for k in names.split()), "calibration"]
 SWITCH_VALUES = ("yes", "no", "true", "false")  # words that a user may write after a switch, which takes none
 FLAGS: dict[str, Flag] = {
     flag.name: flag
