@@ -13,7 +13,7 @@ from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits, max_layers
-from holmes_hpc.planning.cost.timing import least_s, step_s
+from holmes_hpc.planning.cost.timing import least_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, PIPELINE_ORDER, Parallel
 from holmes_hpc.planning.plan.parts import lacks_layers
 from holmes_hpc.planning.plan.plan import RECOMPUTE
@@ -31,7 +31,7 @@ from holmes_hpc.planning.search.layers import (
     uniform_layers,
 )
 from holmes_hpc.planning.search.placement import Placement, component, other_orders
-from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, ep_sizes
+from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, ep_sizes, timed
 
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B and virtual stages must each shorten the step by at least this share
@@ -212,22 +212,16 @@ class Evaluator:
         """Simulate the candidate and return it with its step time.
         If its schedule `deepens` (:class:`ScheduleKind`), also choose passes in flight. `passes`: as in `step_s`."""
         if not schedule_kind(candidate.layout.schedule.kind).deepens:
-            return self._time(candidate, passes)
+            return timed(candidate, passes)
         extra = extra_depth(candidate.layout, candidate.layers)
         return self._front_load(self._hide_transfers(candidate, extra, passes), extra, passes)
 
-    @staticmethod
-    def _time(candidate: Candidate, passes: int = ACCURATE) -> Candidate:
-        return replace(candidate, seconds=float(step_s(candidate.layout, candidate.layers, passes)[0]))
-
     def _hide_transfers(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
         """Return the candidate with the passes in flight that hide the transfers, as far as memory allows.
-
-        `extra`: the result of :func:`extra_depth`, in passes per stage. `passes`: as in :func:`step_s`.
-        """
+        `extra`: the result of :func:`extra_depth`, in passes per stage."""
         for _, layout in self._depths(candidate, extra):
             try:
-                return self._time(replace(candidate, layout=layout), passes)
+                return timed(candidate, passes, layout=layout)
             except PlanError:  # virtual stages that deadlock at this depth
                 continue
         return candidate
@@ -245,7 +239,7 @@ class Evaluator:
         layers = splitter.front_loaded() if splitter.can_fit else candidate.layers
         if float(least_s(layout, layers)[0][0]) >= candidate.seconds:
             return candidate
-        changed = self._time(replace(candidate, layout=layout, layers=layers), passes)
+        changed = timed(candidate, passes, layout=layout, layers=layers)
         return changed if changed.seconds < candidate.seconds else candidate
 
     @property
@@ -283,7 +277,7 @@ class Evaluator:
         Another order of the pools is simulated if its lower bound is below the best step. `max_orders`: the most other
         orders to consider, by ascending bound; None: all.
         """
-        simulated, layout, placement = [self._time(candidate)], candidate.layout, candidate.placement
+        simulated, layout, placement = [timed(candidate)], candidate.layout, candidate.placement
         settings = (layout.recompute, layout.schedule.kind, layout.parallel.virtual_stages, layout.parallel.ep)
         reordered = (
             self._candidate(replace(placement, blocks=blocks), *settings)
@@ -316,7 +310,7 @@ class Evaluator:
             layout = candidate.layout.with_settings(schedule_of(schedule.kind, schedule.in_flight, deferred, last))
             splitter = LayerSplitter(layout, self.options.max_memory_gib)
             if splitter.can_fit:
-                yield self._time(replace(candidate, layout=layout, layers=splitter.balanced()[0]))
+                yield timed(candidate, layout=layout, layers=splitter.balanced()[0])
 
     def _with_weight_passes(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, passes in flight, bucket size and weight passes.
@@ -342,7 +336,7 @@ class Evaluator:
         """Return the candidate with `layout` if that fits in memory and makes the step shorter, unchanged otherwise."""
         if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
             return candidate
-        changed = self._time(replace(candidate, layout=layout))
+        changed = timed(candidate, layout=layout)
         return changed if changed.seconds < candidate.seconds * (1 - 1e-4) else candidate
 
     def _bucket_sizes(self, layout: Layout) -> tuple[int, ...]:
@@ -368,7 +362,7 @@ class Evaluator:
             layout = deepen(candidate.layout, [e + passes for e in extra[:-1]] + [0])
             if not fits(layout, candidate.layers, self.options.max_memory_gib)[0]:
                 break
-            deeper = self._refine_layers(self._time(replace(candidate, layout=layout)))
+            deeper = self._refine_layers(timed(candidate, layout=layout))
             best = deeper if deeper.seconds < best.seconds * (1 - 1e-3) else best
         return best
 
@@ -377,14 +371,14 @@ class Evaluator:
         if not self._may_choose_layers:
             return candidate
         layers = exact_layers(candidate.layout, candidate.layers, self.options.max_memory_gib)
-        return candidate if np.array_equal(layers, candidate.layers) else self._time(replace(candidate, layers=layers))
+        return candidate if np.array_equal(layers, candidate.layers) else timed(candidate, layers=layers)
 
     def simplify(self, candidate: Candidate) -> Candidate:
         """Return the candidate with Megatron-Core's schedule if its step is then longer by at most MIN_GAIN."""
         s = candidate.layout
         if self.options.schedule != "auto" or s.order.schedule.megatron:
             return candidate
-        simpler = self._time(replace(candidate, layout=s.with_schedule(megatron_kind(s.parallel.virtual_stages))))
+        simpler = timed(candidate, layout=s.with_schedule(megatron_kind(s.parallel.virtual_stages)))
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
 
 

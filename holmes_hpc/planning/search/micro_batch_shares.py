@@ -10,14 +10,11 @@ from dataclasses import replace
 from itertools import combinations
 from math import inf
 
-import numpy as np
-
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
-from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan.parallel import HIERARCHICAL_ORDER, Parallel, StageParallel
 from holmes_hpc.planning.plan.parts import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
@@ -34,6 +31,7 @@ from holmes_hpc.planning.search.problem import (
     Solution,
     available_pools,
     micro_sizes,
+    timed,
     tp_sizes,
 )
 
@@ -70,9 +68,8 @@ def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution 
         best = min(shorter, key=lambda c: c.seconds, default=best)
     if best is None or options.bucket_bytes:
         return best
-    layouts = [best.layout.with_settings(bucket_bytes=size) for size in (BUCKET_BYTES, *BUCKETS)]
-    seconds = [float(step_s(layout, best.layers)[0]) for layout in layouts]
-    return replace(best, layout=layouts[int(np.argmin(seconds))], seconds=min(seconds))
+    layouts = (best.layout.with_settings(bucket_bytes=size) for size in (BUCKET_BYTES, *BUCKETS))
+    return min((timed(best, layout=layout) for layout in layouts), key=lambda solution: solution.seconds)
 
 
 def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float) -> Iterator[Solution]:
@@ -96,7 +93,7 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
                         break
                     layers = uniform_layers(layout)
                     if fits(layout, layers, options.max_memory_gib)[0]:
-                        yield Solution(layout, layers, float(step_s(layout, layers)[0]))
+                        yield timed(Solution(layout, layers))
                         break
 
 

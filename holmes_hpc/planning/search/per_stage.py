@@ -17,7 +17,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
-from holmes_hpc.planning.cost.timing import step_s, timing
+from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
 from holmes_hpc.planning.plan.plan import Component, Schedule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
@@ -32,7 +32,7 @@ from holmes_hpc.planning.search.layers import (
     round_trips_s,
 )
 from holmes_hpc.planning.search.placement import Block, component
-from holmes_hpc.planning.search.problem import AvailablePool, Problem, Solution, available_pools
+from holmes_hpc.planning.search.problem import AvailablePool, Problem, Solution, available_pools, timed
 from holmes_hpc.planning.search.stage_lists import pools_of
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
@@ -97,12 +97,6 @@ class Variant(Solution):
         """The number of passes in one simulated step."""
         return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
 
-    def simulate(self, layers: np.ndarray | None = None, **changes: Any) -> "Variant":
-        """Return the variant with its simulated step time. `layers`, `changes`: new layers, and new layout settings."""
-        layout = self.layout.with_settings(**changes) if changes else self.layout
-        layers = self.layers if layers is None else layers
-        return replace(self, layout=layout, layers=layers, seconds=float(step_s(layout, layers)[0]))
-
 
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
@@ -115,7 +109,7 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
         tried.add(shape)
         balanced = _balanced_variant(problem, available, shape)
         front_loaded = balanced and _front_loaded_variant(balanced, options)
-        of_shape = [v.simulate() for v in (balanced, front_loaded) if v is not None]
+        of_shape = [timed(v) for v in (balanced, front_loaded) if v is not None]
         passes += sum(v.passes for v in of_shape)
         simulated.extend(of_shape)
         clock.report(f"planning: layouts with per-stage TP/DP, {len(simulated)} simulated so far")
@@ -238,7 +232,7 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
         for change in changes:
             if simulations_left <= 0:
                 break
-            variant, simulations_left = best.simulate(**change), simulations_left - 1
+            variant, simulations_left = timed(best, **change), simulations_left - 1
             if variant.seconds < best.seconds * (1 - min_gain):
                 best = variant
                 return True
@@ -257,8 +251,9 @@ def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str
     """Yield changes to bucket sizes that expose less of the data-parallel traffic."""
     exposed_s = _exposed_s(variant.layout, variant.layers)
     for size in () if options.bucket_bytes else BUCKETS:
-        if _exposed_s(variant.layout.with_settings(bucket_bytes=size), variant.layers) < exposed_s:
-            yield {"bucket_bytes": size}
+        layout = variant.layout.with_settings(bucket_bytes=size)
+        if _exposed_s(layout, variant.layers) < exposed_s:
+            yield {"layout": layout}
 
 
 def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
@@ -266,7 +261,7 @@ def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str,
     for extra in (0, *EXTRA_DEPTHS):
         deeper = _deepen(variant.layout, variant.layers, extra)
         if deeper.schedule != variant.layout.schedule and fits(deeper, variant.layers, options.max_memory_gib)[0]:
-            yield {"schedule": deeper.schedule}
+            yield {"layout": deeper}
 
 
 def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
@@ -291,7 +286,7 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
     ]
     for move in sorted(moves, key=busiest_first):
         layers = chunk_layers(move, 1)
-        for schedule in (variant.layout.schedule, _deepen(variant.layout, layers, 0).schedule):
-            if fits(variant.layout.with_settings(schedule), layers, options.max_memory_gib)[0]:
-                yield {"layers": layers, "schedule": schedule}
+        for layout in (variant.layout, _deepen(variant.layout, layers, 0)):
+            if fits(layout, layers, options.max_memory_gib)[0]:
+                yield {"layers": layers, "layout": layout}
                 break

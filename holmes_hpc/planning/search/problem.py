@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, inf
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,9 +14,12 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan.parallel import Parallel, indivisible_sizes
 from holmes_hpc.planning.plan.parts import check_experts_and_cp
+from holmes_hpc.planning.schedule.simulation import ACCURATE
 
+S = TypeVar("S", bound="Solution")
 BUCKET_BYTES = 160_000_000  # Megatron-Core's default of 40 million gradients of 4 bytes
 MAX_MICRO_SIZE = 32
 # From this many tokens on, all CPs are tried. For shorter sequences, CPs above 1 are tried only if CP 1 does not fit.
@@ -57,6 +60,12 @@ class Solution:
     layers: np.ndarray
     seconds: float = inf
     notes: tuple[str, ...] = ()
+
+
+def timed(solution: S, passes: int = ACCURATE, **changes: Any) -> S:
+    """Return a solution with its `changes` and its simulated step time. `passes`: as in :func:`step_s`."""
+    changed = replace(solution, **changes)
+    return replace(changed, seconds=float(step_s(changed.layout, changed.layers, passes)[0]))
 
 
 @dataclass(frozen=True)
