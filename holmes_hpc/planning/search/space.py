@@ -92,23 +92,15 @@ def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batc
     batch, options = problem.batch, problem.options
     if batch.cp > 1 or options.dp is not None or batch.global_size // best.micro_size % EVEN_MICRO_BATCHES == 0:
         return None
-    fixed_options = replace(options, search_micro_size=False)
-
-    def placements_of(size: int) -> list[Placement]:
-        nearby = replace(batch, global_size=size, micro_size=best.micro_size)
-        return Space(problem._replace(batch=nearby, options=fixed_options)).placements()
-
     unit, size = EVEN_MICRO_BATCHES * best.micro_size, batch.global_size
     smallest, largest = ceil(size * (1 - MAX_BATCH_CHANGE) / unit), floor(size * (1 + MAX_BATCH_CHANGE) / unit)
     sizes = [n * unit for n in range(max(1, smallest), largest + 1)]
     sizes.sort(
         key=lambda n: (-gcd(n // best.micro_size, best.gpus), -len(divisors(n // best.micro_size)), abs(n - size))
     )
-    placements = {n: placements_of(n) for n in sizes[:MAX_BATCHES_TRIED]}  # sorted by estimate
-    rates = {n: n / fastest.estimate_s for n in placements for fastest in placements[n][:1]}
-    better = [n for n in rates if rates[n] > (1 + MIN_BATCH_GAIN) * (size / step_s)]
-    if not better:
-        return None
-    best_rate = max(rates.values())
-    size = next(n for n in better if rates[n] > best_rate / (1 + MIN_BATCH_GAIN))
-    return replace(batch, global_size=size, micro_size=best.micro_size), placements[size]
+    batches = [replace(batch, global_size=n, micro_size=best.micro_size) for n in sizes[:MAX_BATCHES_TRIED]]
+    fixed = problem._replace(options=replace(options, search_micro_size=False))
+    placements = {b: Space(fixed._replace(batch=b)).placements() for b in batches}  # sorted by estimate
+    rates = {b: b.global_size / fastest.estimate_s for b in batches for fastest in placements[b][:1]}
+    least_rate = max((1 + MIN_BATCH_GAIN) * (size / step_s), max(rates.values(), default=0) / (1 + MIN_BATCH_GAIN))
+    return next(((b, placements[b]) for b in batches if rates.get(b, 0) > least_rate), None)
