@@ -7,6 +7,7 @@ says how much shorter a step could be.
 """
 
 import heapq
+import itertools
 import time
 from collections.abc import Callable
 from math import inf
@@ -59,21 +60,23 @@ def explore(
     """
     margin, simulated, placements = MARGIN, list[Candidate](), [*placements]
     waiting: list[Candidate] = []  # further candidates of the placements that are always tried
-    always_tried = _always_tried(placements, len(evaluator.site.pools))
-    for index in always_tried:
-        if candidates := sorted(evaluator.candidates(placements[index]), key=lambda c: (c.bound, c.sort_key())):
+    # The best placements on each single pool, each pair of pools and all pools are always simulated.
+    first = {p.pools: p for p in reversed(placements) if is_always_tried(len(p.pools), len(evaluator.site.pools))}
+    for placement in [p for p in placements if first.get(p.pools) is p]:
+        if candidates := sorted(evaluator.candidates(placement), key=lambda c: (c.bound, c.sort_key())):
             simulated.append(evaluator.simulate(candidates[0], ROUGH))
             waiting += candidates[1:]
     least_s, is_complete = min((c.seconds for c in simulated), default=inf), space.is_complete
+    numbers = itertools.count()  # the order of entries with equal seconds
     queue: list[tuple[float, int, Placement | Candidate | None]] = [
-        (evaluator.bound_s(p) if is_complete else p.estimate_s / MAX_OVERESTIMATE, index, p)
-        for index, p in enumerate(placements)
-        if index not in always_tried
+        (evaluator.bound_s(p) if is_complete else p.estimate_s / MAX_OVERESTIMATE, next(numbers), p)
+        for p in placements
+        if first.get(p.pools) is not p
     ]
-    queue += [(c.bound, len(placements) + i, c) for i, c in enumerate(waiting)]
+    queue += [(c.bound, next(numbers), c) for c in waiting]
     if placements and not is_complete:  # None stands for all placements that are not listed yet
         queue.append((margin * placements[0].estimate_s / MAX_OVERESTIMATE, -1, None))
-    last_index, bound_s = len(placements) + len(waiting), inf
+    bound_s = inf
     heapq.heapify(queue)
     while queue:
         bound_s = queue[0][0]
@@ -86,15 +89,13 @@ def explore(
             added = [p for p in space.placements(margin) if p not in listed]
             placements += added
             for p in added:
-                last_index += 1
-                heapq.heappush(queue, (p.estimate_s / MAX_OVERESTIMATE, last_index, p))
+                heapq.heappush(queue, (p.estimate_s / MAX_OVERESTIMATE, next(numbers), p))
             if margin < MAX_MARGIN:
                 heapq.heappush(queue, (margin * placements[0].estimate_s / MAX_OVERESTIMATE, -1, None))
         elif isinstance(entry, Placement):
             for candidate in evaluator.candidates(entry, inf if is_complete else MAX_OVERESTIMATE * least_s):
                 if candidate.bound < least_s:
-                    last_index += 1
-                    heapq.heappush(queue, (candidate.bound, last_index, candidate))
+                    heapq.heappush(queue, (candidate.bound, next(numbers), candidate))
         else:
             simulated.append(evaluator.simulate(entry, ROUGH))
             least_s = min(least_s, simulated[-1].seconds)
@@ -103,12 +104,3 @@ def explore(
             f" of the others {rounded(bound_s)} s"
         )
     return sorted(simulated, key=Candidate.sort_key), bound_s if queue else inf
-
-
-def _always_tried(placements: list[Placement], pool_count: int) -> tuple[int, ...]:
-    """Return the indices of the best placements on each single pool, each pair of pools and all pools.
-    These placements are always simulated."""
-    first = {
-        p.pools: index for index, p in reversed([*enumerate(placements)]) if is_always_tried(len(p.pools), pool_count)
-    }
-    return tuple(sorted(first.values()))
