@@ -79,27 +79,17 @@ def _is_too_slow(
     return micro_batches * (tau + costs.head_s / pp) + (pp - 1) * tau / costs.max_chunks(pp, micro_batches) > max_s
 
 
-def _single_pools(costs: PoolCosts, pp: int) -> frozenset[int]:
-    """Return the pools that may hold a hierarchical placement without other pools.
-
-    Each node of such a pool must hold whole pipelines of `pp` stages. (:mod:`.pipelines` places pipelines that span
-    several nodes of one pool.) The result is empty if `pp` is 1, or if the user set the strategy and several pools are
-    available.
-    """
-    if pp == 1 or (costs.options.strategy != "auto" and len(costs.available) > 1):
-        return frozenset()
-    return frozenset(f for f, gpus in enumerate(costs.gpus_per_node.tolist()) if gpus % (pp * costs.tp) == 0)
-
-
 def _splits(
     costs: PoolCosts, dp: int, pp: int, limit: Limit, maxima: Sequence[int], units: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
     """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools that `limit` may admit.
 
-    A choice is two or more pools, or one pool of :func:`_single_pools`. `maxima`: the most pipelines in each pool.
-    `units`: the fewest pipelines that fill whole nodes of each pool.
+    A choice is two or more pools, or one pool whose nodes each hold whole pipelines of several stages. (The module
+    `pipelines` places those that span nodes.) `maxima`: the most pipelines in each pool. `units`: the fewest pipelines
+    that fill whole nodes of each pool.
     """
-    single_pools = _single_pools(costs, pp)
+    may_be_single = pp > 1 and (costs.options.strategy == "auto" or len(costs.available) == 1)
+    single_pools = np.flatnonzero(may_be_single & (costs.gpus_per_node % (pp * costs.tp) == 0)).tolist()
     if costs.is_fixed:
         if sum(maxima) == dp and all(maxima) and (len(maxima) > 1 or single_pools):
             yield tuple(maxima), gcd(*maxima)
