@@ -98,7 +98,8 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
         raise PlanError(f"no placement can have {' and '.join(causes) or 'these options'}", where="plan", hint=hint)
     message = f"{model.name} does not fit: at best ({_sizes(least)}, recompute {_recompute(o)}) {least}"
     where, hint = "memory", ""
-    for names in _option_sets(o):
+    limits = tuple(name for name, default in DEFAULTS.items() if getattr(o, name) != default)
+    for names in [*((name,) for name in limits), *([limits] if len(limits) > 1 else [])]:
         relaxed = replace(o, **{name: DEFAULTS[name] for name in names})
         shortage_without = _search_shortage(evaluator.problem._replace(options=relaxed))
         if shortage_without is not None and shortage_without.fits:
@@ -120,14 +121,6 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
 _LIMITING: tuple[str, ...] = ("distributed_optimizer", "max_memory_gib", "recompute", "layers_per_stage")
 _LIMITING += ("virtual_stages", "pp", "tp", "dp", "ep", "strategy", "nodes", "gpus_per_node")
 DEFAULTS = {name: getattr(PlanOptions(), name) for name in _LIMITING}
-
-
-def _option_sets(o: PlanOptions) -> Iterator[tuple[str, ...]]:
-    """Yield sets of the keys in DEFAULTS that the user set: one set per key, then the set of all of them."""
-    names = tuple(name for name, default in DEFAULTS.items() if getattr(o, name) != default)
-    yield from ((name,) for name in names)
-    if len(names) > 1:
-        yield names
 
 
 def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
