@@ -323,23 +323,18 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
     if plan.is_per_stage and not p.is_even:  # more nodes would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
+    kept = ("tp", "pp", "cp", "cp_comm", "virtual_stages", "sequence_parallel", "distributed_optimizer")
     options = PlanOptions(
         strategy=plan.strategy,
         nodes={c.pool: 2 * c.nodes for c in plan.components},
-        tp=p.tp,
-        pp=p.pp,
         dp=2 * p.replicas,
-        cp=p.cp,
-        cp_comm=p.cp_comm,
-        virtual_stages=p.virtual_stages,
         layers_per_stage=tuple(stage.layers for stage in plan.stages),
         recompute=plan.recompute,
         schedule=plan.schedule.kind,
-        sequence_parallel=p.sequence_parallel,
-        distributed_optimizer=p.distributed_optimizer,
         transport=plan.transport_mode,
         gpus_per_node=plan.components[0].gpus_per_node,
         unequal="false",
+        **{name: getattr(p, name) for name in kept},
     )
     try:
         larger = best_plan(plan.model, plan.batch, replace(plan.site, pools=pools), options, costs)

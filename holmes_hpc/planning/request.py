@@ -77,10 +77,7 @@ def node_settings(config: Configuration) -> NodeSettings:
     return NodeSettings(
         vocabulary=config.vocabulary,
         partitions=(names,) if isinstance(names, str) else tuple(names),
-        account=config.slurm.account,
-        qos=config.slurm.qos,
-        reservation=config.slurm.reservation,
-        setup=config.slurm.setup,
+        **{name: getattr(config.slurm, name) for name in ("account", "qos", "reservation", "setup")},
         job_options=config.slurm.job_options(),
         pools={
             name: PoolJob(pool.job_options(), pool.setup, pool.python or "")
