@@ -40,14 +40,9 @@ _ROUNDED = frozenset(name for name, field in FIELDS.items() if field.unit in ("s
 def rounded(line: Mapping[str, Any]) -> dict[str, Any]:
     """Return `line` as metrics.jsonl records it: rates and durations with DIGITS significant digits, `time` rounded to
     milliseconds, other values unchanged. Recorded values are rounded only here."""
-    return {name: _round_field(name, value) for name, value in line.items()}
 
+    def convert(value: Any) -> Any:
+        return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
-def _round_field(name: str, value: Any) -> Any:
-    if name == "time" and isinstance(value, float):
-        return round(value, 3)
-    return map_leaves(value, _round_digits) if name in _ROUNDED else value
-
-
-def _round_digits(value: Any) -> Any:
-    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
+    values = {name: map_leaves(value, convert) if name in _ROUNDED else value for name, value in line.items()}
+    return values | ({"time": round(line["time"], 3)} if isinstance(line.get("time"), float) else {})
