@@ -103,11 +103,7 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
 
 
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
-    """Return whether per-stage TP/DP may be faster than the best uniform layout.
-
-    It may be faster if pools differ in GPU type, nodes or GPUs per node, if the uniform layout leaves nodes unused, or
-    if its ranks are idle for more than MIN_PER_STAGE_GAIN of the step.
-    """
+    """Return whether per-stage TP/DP may be faster than the best uniform layout."""
     available = available_pools(problem.site, problem.options)
     kinds = {(a.pool.gpu, a.nodes, a.gpus_per_node) for a in available}
     used_nodes = sum(block.nodes for block in best.placement.blocks)

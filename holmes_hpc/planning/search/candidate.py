@@ -227,11 +227,8 @@ class Evaluator:
         return candidate
 
     def _front_load(self, candidate: Candidate, extra: list[int], passes: int) -> Candidate:
-        """Return the candidate, or a front-loaded version of it if that has a shorter step.
-
-        In the front-loaded version, the first stages have more layers and more passes in flight. They compute while the
-        pipeline fills and parameters are gathered. `extra`: the result of :func:`extra_depth`.
-        """
+        """Return the candidate, or a version with a shorter step whose first stages have more layers and more passes in
+        flight. These compute while the pipeline fills and parameters are gathered. `extra`: as in _hide_transfers."""
         if not self._may_choose_layers or not may_front_load(candidate.layout):
             return candidate
         _, layout = next(self._depths(candidate, [e + EXTRA_DEPTHS[-1] for e in extra[:-1]] + [0]))

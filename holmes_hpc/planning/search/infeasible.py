@@ -77,12 +77,8 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
 
 
 def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:
-    """Raise PlanError because none of `placements` fits in memory or suits the options.
-
-    The message names the smallest memory shortage of all placements, or the options that exclude every placement. For
-    memory, the hint is to remove options if the model fits without them. Otherwise it suggests changes of the GPUs, the
-    batch or the number of nodes.
-    """
+    """Raise PlanError because none of `placements` fits in memory or suits the options. For memory, the hint is to
+    remove options if the model fits without them, otherwise to change the GPUs, the batch or the number of nodes."""
     o, model = evaluator.options, evaluator.model
     least = _least_shortage(evaluator, placements)
     if least is None or least.fits:  # memory is not the cause: the options exclude every placement

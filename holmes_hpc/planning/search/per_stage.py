@@ -187,10 +187,7 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
 
 
 def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
-    """Return the layout with the passes in flight that hide the transfers, plus `extra` passes at each transfer.
-
-    A replica never has more passes in flight than micro-batches.
-    """
+    """Return the layout with the passes in flight that hide the transfers, plus `extra` passes at each transfer."""
     order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
     extras = tuple(hiding + extra * (s < pp - 1) for s, hiding in enumerate(_hiding_depths(layout, layers)))
     micro_batches = [len(order.micro_batches_of(order.row(s, 0))) for s in range(pp)]

@@ -108,11 +108,7 @@ class PoolCosts:
         estimate: Estimate,
         instances: int = 1,
     ) -> Placement:
-        """Return the placement. `ranks_and_stages`: pool index -> (ranks, stages).
-
-        Pools are in the order of ``plan.pool_order``. Pools that it does not name come last, in the order of
-        `ranks_and_stages`.
-        """
+        """Return the placement with pools in the user's order. `ranks_and_stages`: pool index -> (ranks, stages)."""
         order = self.options.pool_order or ()
         blocks = [
             Block(a.pool, ranks // a.gpus_per_node, a.gpus_per_node, stages)
@@ -162,10 +158,7 @@ class PoolCosts:
         return self._memo.of(compute.__name__, *args, compute=partial(compute, *args))
 
     def transfers_s(self, dp: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the seconds of a stage transfer inside each pool, (P,), and between two pools, (P, P).
-
-        Between two pools, the slower end limits the rate.
-        """
+        """Return the seconds of a stage transfer inside each pool, (P,), and between two pools, (P, P)."""
         element_bytes = max(self.cost_model.weight_bytes(a.pool.gpu) for a in self.available)
         size = self.micro_size * self.batch.sequence_length * self.model.hidden * element_bytes * 8e-9
         if self.options.sequence_parallel is not False:

@@ -63,9 +63,7 @@ class Space:
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
         """Return all placements if there are few, or otherwise those that a :class:`Limit` with `margin` keeps.
-
-        Placements are sorted by estimate, then by number of GPUs, TP and pool names.
-        """
+        They are sorted by :meth:`Placement.sort_key`."""
         limit, placements = Limit(len(self.available), margin), list[Placement]()
         for _, index, dp in sorted(
             (costs.bound_s(dp, range(len(costs.available))), index, dp)
