@@ -181,9 +181,7 @@ def _other_sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
-    """Return `cells` with the speed-up of each cell over its baseline.
-
-    It is the median over pairs of runs. Without pairs, it is the ratio of the two cells' throughputs."""
+    """Return `cells` with the speed-up of each cell over its baseline, by pairs of runs if there are any."""
     rows, complete, labelled = [], completed(cells), runs[runs["session"].notna()]
     for index, cell in entries(cells):
         baseline, speedup = _baseline(complete, index, cell), statistics.repeats_interval([])
@@ -198,9 +196,7 @@ def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:
 
 def _baseline(cells: pd.DataFrame, index: int, cell: Mapping[str, Any]) -> int | None:
     """Return the index of the cell to compare `cell` with; None if no other cell did the same work.
-
-    It is the fastest cell that did the same work on the same nodes with one transport (plain Megatron-LM). Without such
-    a cell, it is the slowest cell that did the same work."""
+    It is the fastest one with one transport (plain Megatron-LM) on the same nodes, or else the slowest one."""
     same = cells[_matches(cells, cell, SAME_WORK)]
     plain = same[_matches(same, {**cell, "transport": "single"}, ["placement", "transport"])]
     if len(plain):

@@ -131,9 +131,7 @@ def explain(best: Mapping[str, Any], base: Mapping[str, Any]) -> str:
 
 def headline(comparison: Comparison) -> list[str]:
     """Return a text that compares the fastest hybrid cell with the mean of an InfiniBand cell and a RoCE cell.
-
-    The text also gives the speed-up over plain Megatron-LM (one transport for all groups) on the same nodes, and the
-    largest error of predicted step times. Return an empty list unless three cells of these kinds did the same work."""
+    Return an empty list unless three cells of these kinds did the same work."""
     cells = dict(entries(comparison.cells))
     hybrid = next((cell for cell in cells.values() if has_value(cell["of_mean"])), None)
     if hybrid is None:

@@ -141,9 +141,7 @@ def omission_note(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> str:
 
 
 def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
-    """Draw the samples/s of `cells` (of `compare`), with their intervals.
-
-    Only the first `max_bars` cells are drawn; the title notes it if there are more."""
+    """Draw the samples/s of `cells` (of `compare`), with their intervals; only the first `max_bars` are drawn."""
     head, omitted = cells.head(max_bars), omission_note(cells, max_bars)
     bounds = list(zip(head["samples_low"], head["samples_high"], strict=True))
     title = "Throughput by NIC environment" + (f"\n{omitted}" if omitted else "")

@@ -52,10 +52,7 @@ class Report:
         return compare.entries(self.comparison.runs)[0][1]
 
     def answer(self) -> list[str]:
-        """Return a few sentences: a summary of one run, or how several runs compare.
-
-        A comparison names the fastest placement, by how much it is faster, and why. If loss ranks the settings, it
-        names the settings with the lowest loss instead."""
+        """Return a few sentences: a summary of one run, or how several runs compare."""
         if self.single:
             warnings = logged_warnings(RunDirectory(self.run["path"]))
             return [*_one_run_answer(self.run, self.plan), *([f"Rank 0 logged {warnings}."] if warnings else [])]

@@ -51,9 +51,7 @@ def interval_positions(count: int) -> tuple[int, int] | None:
 
 
 def median_interval(values: ArrayLike) -> Estimate:
-    """Return the median and its interval by order statistics (:func:`interval_positions`).
-
-    A 95% interval needs at least 6 values."""
+    """Return the median and its interval by order statistics (:func:`interval_positions`)."""
     ordered = np.sort(finite(values))
     if not len(ordered):
         return Estimate(math.nan, math.nan, math.nan, 0)
@@ -95,9 +93,7 @@ def fraction_of_homogeneous(hybrid: float, homogeneous: Iterable[float]) -> floa
 
 
 def scaling_efficiency(throughput: ArrayLike, nodes: ArrayLike) -> NDArray[np.float64]:
-    """Return each run's throughput per node, divided by the mean throughput per node of the runs on the fewest nodes.
-
-    A value of 1.0 is linear scaling."""
+    """Return each run's throughput per node, divided by its mean over the runs on the fewest nodes."""
     t, n = np.asarray(throughput, dtype=np.float64), np.asarray(nodes, dtype=np.float64)
     base = n == n.min()
     return (t / n) / np.mean(t[base] / n[base])
