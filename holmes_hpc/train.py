@@ -73,9 +73,7 @@ def app(cfg: DictConfig) -> float | None:
 
 
 def plan_job(cfg: DictConfig, where: str) -> PlannedJob:
-    """Return one planned job of a sweep. The launchers holmes_slurm and holmes_local call it.
-
-    `where`: "slurm" or "local", where the job runs."""
+    """Return one planned job of a sweep, to run on "slurm" or "local". Both launchers of hydra_plugins call it."""
     config = replace(resolve(cfg), launcher=LauncherConfig(where))
     site = None if where == "local" or config.plan_file else _site(config.site_file, node_settings(config))
     plan = make_plan(config, site)

@@ -36,11 +36,8 @@ MAX_RUNS = 32  # largest number of runs to learn from; the last ones in the orde
 
 
 def local_site(processes: int, device: str) -> Site:
-    """Return this machine as a site of one node with `processes` ranks.
-
-    The ranks use the machine's GPUs if it has one for each rank and `device` (``train.device``) is not cpu. Otherwise
-    they use CPUs. ConfigError if `device` is cuda and the GPU kind is unknown.
-    """
+    """Return this machine as a site of one node with `processes` ranks: on GPUs if it has one for each rank and
+    `device` (``train.device``) is not cpu. ConfigError if `device` is cuda and the GPU kind is unknown."""
     gpus: list[Gpu] = []
     try:
         gpus = local_gpus() if device != "cpu" else []
@@ -61,9 +58,7 @@ def load_site(site_file: str | None, settings: NodeSettings) -> Site:
 
 
 def site(config: Configuration) -> Site:
-    """Return the site of a configuration.
-    It is read from the site file if one is set. Otherwise it is this machine with the local launcher, and the nodes
-    that Slurm shows with other launchers."""
+    """Return the site of a configuration: of its site file, else this machine (local launcher) or Slurm's nodes."""
     if config.local and not config.site_file:
         plan = config.plan
         sizes = (plan.tp, plan.pp, plan.dp, plan.cp)
