@@ -7,9 +7,9 @@ all layers. The time to fill and drain the pipeline adds to the step.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from itertools import combinations, permutations, product
 from math import factorial, inf
 
@@ -113,6 +113,7 @@ class _ShapeEstimator:
         self.available, self.max_s = available, max_s
         self.batch, self.recompute = replace(problem.batch, micro_size=micro_size), recompute
         self.micro_batches = self.batch.micro_batches(1)
+        self._transfers_s = cache(self._transfer_s)
         problem = problem._replace(options=replace(self.options, recompute=recompute))
         self.costs_by_tp = {
             tp: PoolCosts(problem, micro_size, tp, usable)
@@ -127,7 +128,7 @@ class _ShapeEstimator:
         computes one micro-batch).
         """
         available, costs = self.available[pool], self.costs_by_tp[tp]
-        index, replicas_per_node = self._index(pool, tp), available.gpus_per_node // tp
+        index, replicas_per_node = costs.available.index(available), available.gpus_per_node // tp
         nodes = np.arange(1, available.nodes + 1)
         dp = nodes * replicas_per_node
         layer_s = costs.layer_s_list[index]
@@ -363,15 +364,11 @@ class _ShapeEstimator:
         busiest_nic = max(map(max, nic_s))
         return max(high, NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
 
-    @cached_property
-    def _transfers_s(self) -> Callable[[int, int, int, int], float]:
-        return lru_cache(maxsize=None)(self._transfer_s)
-
     def _transfer_s(self, source: int, target: int, tp: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
         `tp`, `nodes`: TP and number of nodes of the sending stage, whose nodes all send at the same time."""
         costs = self.costs_by_tp[tp]
-        index = self._index(source, tp)
+        index = costs.available.index(self.available[source])
         target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
         between_gbps = costs.between_gbps(nodes * self.available[source].gpus_per_node)
         gbps = costs.ethernet_gbps[index] if target_index is None else between_gbps[index, target_index]
@@ -379,7 +376,3 @@ class _ShapeEstimator:
             gbps = costs.inside_gbps[""][index]
         element_bytes = self.cost_model.weight_bytes(self.available[source].pool.gpu)
         return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / float(gbps)
-
-    def _index(self, pool: int, tp: int) -> int:
-        """Return the index of a pool in the arrays of the costs at TP `tp`."""
-        return self.costs_by_tp[tp].available.index(self.available[pool])
