@@ -65,8 +65,8 @@ def _legend(figure: Figure, handles: Any = None, columns: int = 1) -> None:
 def _bars(
     labels: Sequence[str],
     rows: Sequence[Sequence[float]],
-    names: Sequence[str],
-    ends: Sequence[str],
+    names: Sequence[str] = ("",),
+    end: str = "{:.3g}",
     bounds: Sequence[tuple[float, float]] = (),
     *,
     xlabel: str,
@@ -75,13 +75,13 @@ def _bars(
     """Draw horizontal bars from top to bottom, each below its label, so that long labels need no margin.
 
     `labels`: the label of each bar; `rows`: the lengths of the stacked parts of each bar; `names`: the names of the
-    parts in the legend; `ends`: the text after each bar; `bounds`: the interval (low, high) of each bar; `xlabel`,
-    `title`: texts of the axes."""
+    parts in the legend; `end`: the format of the length after a bar; `bounds`: the interval (low, high) of each bar;
+    `xlabel`, `title`: texts of the axes."""
     has_legend = len(names) > 1
     figure, axes = _axes((1.9 if has_legend else 0.9) + 0.62 * max(1, len(rows)))
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
     longest = max(extents, default=1.0) or 1.0
-    for position, (text, parts, end) in enumerate(zip(distinct(labels), rows, ends, strict=True)):
+    for position, (text, parts) in enumerate(zip(distinct(labels), rows, strict=True)):
         offset = 0.0
         for part_index, value in enumerate(parts):
             if has_value(float(value)):
@@ -94,20 +94,12 @@ def _bars(
             axes.errorbar(offset, position, xerr=errors, color="black", capsize=3)
             extent = max(offset, high)
         axes.text(0, position - 0.32, _plain(text), va="bottom", ha="left", fontsize=10, in_layout=False)
-        axes.text(extent + 0.02 * longest, position, end, va="center", in_layout=False)
+        axes.text(extent + 0.02 * longest, position, end.format(offset), va="center", in_layout=False)
     axes.set(xlim=(0, 1.25 * longest), ylim=(len(rows) - 0.5, -0.8), yticks=[], xlabel=xlabel, title=title)
     axes.spines["left"].set_visible(False)
     if has_legend:
         _legend(figure, [Patch(**_bar_style(i), label=name) for i, name in enumerate(names)], 2)
     return figure
-
-
-def _single_bars(
-    labels: Sequence[str], values: Sequence[float], xlabel: str, title: str, end: str = "{:.3g}", bounds: Any = ()
-) -> Figure:
-    """Draw unstacked bars (:func:`_bars`). `end`: format of the text after a bar."""
-    ends = [end.format(value) for value in values]
-    return _bars(labels, [[value] for value in values], [""], ends, bounds, xlabel=xlabel, title=title)
 
 
 def distinct(labels: Sequence[str]) -> list[str]:
@@ -145,14 +137,15 @@ def throughput(cells: pd.DataFrame, max_bars: int = MAX_BARS) -> Figure:
     head, omitted = cells.head(max_bars), omission_note(cells, max_bars)
     bounds = list(zip(head["samples_low"], head["samples_high"], strict=True))
     title = "Throughput by NIC environment" + (f"\n{omitted}" if omitted else "")
-    return _single_bars(labels(head), head["samples_per_s"].tolist(), "throughput, samples/s", title, bounds=bounds)
+    rates = head[["samples_per_s"]].to_numpy().tolist()
+    return _bars(labels(head), rates, bounds=bounds, xlabel="throughput, samples/s", title=title)
 
 
 def ablation(cells: pd.DataFrame, reference: Any) -> Figure:
     """Draw every cell's throughput in percent of the complete system's, which is the cell with index `reference`."""
-    shares = (100 * cells["samples_per_s"] / float(cells.loc[reference, "samples_per_s"])).tolist()
+    shares = (100 * cells[["samples_per_s"]] / float(cells.loc[reference, "samples_per_s"])).to_numpy().tolist()
     xlabel, title = "throughput, % of the complete system", "Contribution of each part"
-    figure = _single_bars(list(map(str, cells["system"])), shares, xlabel, title, end="{:.0f}%")
+    figure = _bars(list(map(str, cells["system"])), shares, end="{:.0f}%", xlabel=xlabel, title=title)
     figure.axes[0].axvline(100, color="black", linestyle=":", linewidth=1)
     return figure
 
@@ -183,8 +176,8 @@ def scaling(cells: pd.DataFrame) -> Figure:
 def breakdown(labels: Sequence[str], rows: Sequence[Mapping[Any, float]]) -> Figure:
     """Draw the parts of a step as one stacked bar for each of `rows` ({part: seconds}), a stage or a setting."""
     values = [[float(row[part]) if has_value(row.get(part)) else np.nan for part in PARTS] for row in rows]
-    names, ends = [PART_NAMES[p] for p in PARTS], [f"{np.nansum(v):.3g} s" for v in values]
-    return _bars(labels, values, names, ends, xlabel="time in a step, s", title="Time per part of a step")
+    names = [PART_NAMES[p] for p in PARTS]
+    return _bars(labels, values, names, "{:.3g} s", xlabel="time in a step, s", title="Time per part of a step")
 
 
 def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
@@ -196,8 +189,8 @@ def nic_bytes(traffic: Sequence[Mapping[str, Any]]) -> Figure:
         megabytes[f"{row['kind']}: planned"] = float(row["planned_bytes"] or 0) / 1e6
         if has_value(row["counted_bytes"]):
             megabytes[f"{row['kind']}: counted, with headers"] = float(row["counted_bytes"]) / 1e6
-    xlabel = "sent in a step by all nodes, MB (1e6 bytes)"
-    return _single_bars(list(megabytes), list(megabytes.values()), xlabel, "Bytes by network")
+    rows, xlabel = [[value] for value in megabytes.values()], "sent in a step by all nodes, MB (1e6 bytes)"
+    return _bars(list(megabytes), rows, xlabel=xlabel, title="Bytes by network")
 
 
 def predicted_measured(runs: pd.DataFrame) -> Figure:
