@@ -257,10 +257,7 @@ def _text_of(cell: Mapping[str, Any], names: Iterable[str]) -> str:
 def labels(cells: pd.DataFrame) -> list[str]:
     """Return a distinct text for each of `cells`: the run of a cell with one run, and NAMING columns that differ."""
     differing = [name for name in NAMING if cells[name].nunique(dropna=False) > 1]
-    runs_of_cells, texts = [str(c["names"]) for _, c in entries(cells)], []
-    for (_, c), runs in zip(entries(cells), runs_of_cells, strict=True):
-        single_run = [runs] if c["repeats"] == 1 else []
-        texts.append(", ".join(filter(None, [*single_run, _text_of(c, differing)])) or runs)
-    return [
-        text if texts.count(text) == 1 else f"{text} ({runs})" for text, runs in zip(texts, runs_of_cells, strict=True)
-    ]
+    rows = [cell for _, cell in entries(cells)]
+    parts = [(str(c["names"]) * (c["repeats"] == 1), _text_of(c, differing)) for c in rows]
+    texts = [", ".join(filter(None, p)) or str(c["names"]) for p, c in zip(parts, rows, strict=True)]
+    return [t if texts.count(t) == 1 else f"{t} ({c['names']})" for t, c in zip(texts, rows, strict=True)]

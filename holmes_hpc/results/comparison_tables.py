@@ -1,8 +1,5 @@
 """Tables that compare several runs, for example the runs of a sweep: one row per setting, the best first."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
@@ -37,11 +34,15 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     rows = []
     for index, c in entries(shown):
         place = f"{c['environment']}: {c['placement']}" if has_value(c["placement"]) else NONE
-        row = {"#": numbers[index], "run": str(c["names"]), "system": _system_text(c), "environment: nodes": place}
+        system = [str(c["system"]), c["varied"], c["apart"], "" if c["completed"] else "not completed"]
+        row = {"#": numbers[index], "run": str(c["names"]), "system": ", ".join(filter(None, system))}
+        row["environment: nodes"] = place
         row |= {"layers": as_text(c["layers_per_stage"]), "runs": str(c["repeats"])}
         row |= {"samples/s": format_number(c["samples_per_s"]), "tokens/s": format_number(c["tokens_per_s"])}
         interval = interval_note(c["step_time_low_s"], c["step_time_high_s"])
-        row |= {"step, s (95%)": format_number(c["step_time_s"]) + interval, "speed-up": _speedup_text(c)}
+        speedup = f"{format_number(c['speedup'])}x{interval_note(c['speedup_low'], c['speedup_high'])}"
+        row |= {"step, s (95%)": format_number(c["step_time_s"]) + interval}
+        row["speed-up"] = speedup if has_value(c["speedup"]) else NONE
         has_baseline = has_value(c["baseline"]) and c["baseline"] != index
         row["over"] = numbers.get(c["baseline"], NONE) if has_baseline else NONE
         row["predicted"] = format_percent(100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1))
@@ -61,19 +62,8 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
     return Table.of(f"Settings by {by}", table.loc[:, ~is_empty].drop(columns=constants, errors="ignore"), caption)
 
 
-def _system_text(cell: Mapping[str, Any]) -> str:
-    parts = [str(cell["system"]), cell["varied"], cell["apart"], "" if cell["completed"] else "not completed"]
-    return ", ".join(filter(None, parts))
-
-
 def _not_shown(rows: pd.DataFrame) -> str:
     return f"; {len(rows) - MAX_ROWS} more not shown" if len(rows) > MAX_ROWS else ""
-
-
-def _speedup_text(cell: Mapping[str, Any]) -> str:
-    if not has_value(cell["speedup"]):
-        return NONE
-    return f"{format_number(cell['speedup'])}x{interval_note(cell['speedup_low'], cell['speedup_high'])}"
 
 
 def _pace_notes(cells: pd.DataFrame) -> str:
