@@ -13,9 +13,8 @@ from typing import Any
 import yaml
 
 from holmes_hpc.config.configuration import GROUPS, Configuration
-from holmes_hpc.config.group_options import DEFAULTS, OPTIONS
+from holmes_hpc.config.group_options import DEFAULTS, NAMED, OPTIONS
 from holmes_hpc.config.model import Batch
-from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.schema import REQUIRED, Key, allowed, keys
 
 PACKAGE = Path(__file__).parents[1]
@@ -46,10 +45,10 @@ hydra:
 def conf_files() -> dict[str, str]:
     """Return {path relative to generated_conf/: text} of the files in that folder."""
     files = {"config.yaml": _main_file()}
-    for name, model in MODELS.items():
-        files[f"model/{name}.yaml"] = _values_file("models.py", asdict(model))
-    for name, batch in BATCHES.items():
-        files[f"batch/{name}.yaml"] = _values_file("models.py", asdict(batch))
+    for group, specs in NAMED.items():
+        for name, spec in specs.items():
+            text = yaml.safe_dump(asdict(spec), sort_keys=False)
+            files[f"{group}/{name}.yaml"] = f"{HEAD.format('models.py')}\n{text}"
     for group, options in OPTIONS.items():
         head = HEAD.format(f"{GROUPS[group].__module__.rsplit('.')[-1]}.py")
         for name, changes in options.items():
@@ -135,10 +134,6 @@ def _lines(declared: Key, value: Any) -> list[str]:
     if len(joined_line) <= WIDTH:
         return [joined_line]
     return [*(f"# {line}" for line in textwrap.wrap(comment, WIDTH - 2)), pair]
-
-
-def _values_file(module: str, values: Mapping[str, Any]) -> str:
-    return HEAD.format(module) + "\n" + str(yaml.safe_dump(dict(values), sort_keys=False))
 
 
 def _format(value: Any) -> str:

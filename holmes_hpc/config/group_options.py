@@ -1,6 +1,7 @@
 """The named options of the configuration's groups (``data=indexed``), and suggestions for mistyped keys."""
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -10,6 +11,7 @@ from holmes_hpc.config.other_names import key_elsewhere, unsupported_hint
 from holmes_hpc.errors import ConfigError, did_you_mean, is_typo
 from holmes_hpc.schema import REQUIRED, keys
 
+NAMED: dict[str, Mapping[str, Any]] = {"model": MODELS, "batch": BATCHES}  # group -> option -> its values
 # group -> option -> the values that differ from the keys' defaults
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     **{group: {"default": {}} for group in ("plan", "train", "slurm", "elastic")},
@@ -27,8 +29,8 @@ DEFAULTS |= {group: next(iter(OPTIONS[group])) for group in GROUPS if group in O
 
 def option(group: str, name: str) -> dict[str, Any] | None:
     """Return the values of all keys in a group's option called `name`; None if there is no such option."""
-    if group in ("model", "batch"):
-        spec: Any = (MODELS if group == "model" else BATCHES).get(name)
+    if group in NAMED:
+        spec = NAMED[group].get(name)
         return None if spec is None else asdict(spec)
     changes = OPTIONS[group].get(name)
     defaults = {k: d.default for k, d in keys(GROUPS[group]).items() if d.default is not REQUIRED}
@@ -37,9 +39,7 @@ def option(group: str, name: str) -> dict[str, Any] | None:
 
 def suggested_override(value: str) -> str | None:
     """Return ``model=VALUE`` or ``batch=VALUE`` if `value` is the name of a model or a batch; None otherwise."""
-    return next(
-        (f"{group}={value}" for group, names in (("model", MODELS), ("batch", BATCHES)) if value in names), None
-    )
+    return next((f"{group}={value}" for group, names in NAMED.items() if value in names), None)
 
 
 def unknown_key(unknown: str) -> ConfigError:
