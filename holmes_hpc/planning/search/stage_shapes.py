@@ -181,17 +181,10 @@ class _ShapeEstimator:
 
     def _least_s(self, pools: Sequence[int]) -> float:
         """Return the seconds of a step in which all nodes of some pools compute, with layers divided perfectly."""
-        layers_per_s = sum(
-            max(
-                (
-                    available.nodes * available.gpus_per_node / tp / c.layer_s_list[c.available.index(available)]
-                    for tp, c in self.costs_by_tp.items()
-                    if available in c.available
-                ),
-                default=0.0,
-            )
-            for available in (self.available[f] for f in pools)
-        )
+        layers_per_s, costs = 0.0, self.costs_by_tp.items()
+        for a in (self.available[f] for f in pools):
+            layer_s = {tp: c.layer_s_list[c.available.index(a)] for tp, c in costs if a in c.available}
+            layers_per_s += max((a.nodes * a.gpus_per_node / tp / s for tp, s in layer_s.items()), default=0.0)
         return self._needed_layers * self.micro_batches / layers_per_s if layers_per_s else inf
 
     @cached_property
