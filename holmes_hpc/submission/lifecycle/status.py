@@ -168,11 +168,10 @@ def _latest_submission(record: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
         section if isinstance(section, dict) and section.get(key) else {}
         for section, key in ((record.get("local"), "pid"), (record.get("slurm"), "job_id"))
     )
-    try:
+    errors, what = (TypeError, ValueError, OverflowError), "section `local` or `slurm` is damaged"
+    with RecordError.instead_of(*errors, where="run.yaml", hint="restore the file", what=what):
         if local and int(local["pid"]) and float(local.get("started") or 0) >= float(slurm.get("submitted") or 0):
             return local, {}
-    except (TypeError, ValueError, OverflowError) as e:
-        raise RecordError("section `local` or `slurm` is damaged", where="run.yaml", hint="restore the file") from e
     return {}, slurm
 
 

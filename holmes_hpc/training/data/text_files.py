@@ -62,22 +62,19 @@ def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> 
     `json_key`. A Parquet file has one document per row, in the column of that name. Any other file is one document,
     yielded in pieces. Raise DataError with the position of the problem.
     """
-    try:
-        with open_file(extent.path) as raw:
-            head = raw.read(8)
-            raw.seek(0)
-            if head.startswith(_PARQUET_MAGIC):
-                yield from _parquet(extent, json_key, on_read)
-                return
-            with next((opener(raw) for magic, opener in _DECOMPRESSORS.items() if head.startswith(magic)), raw) as f:
-                reader = _CountingReader(raw, f, on_read)
-                if extent.start:
-                    reader.seek(extent.start)
-                yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, reader)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as e:
-        reason = (e.strerror if isinstance(e, OSError) else None) or str(e) or type(e).__name__
-        hint = "fetch or compress it again, or omit it"
-        raise DataError(f"cannot be read: {reason}", where=extent.path, hint=hint) from e
+    errors, hint = (OSError, EOFError, zlib.error, lzma.LZMAError), "fetch or compress it again, or omit it"
+    unreadable = DataError.instead_of(*errors, where=extent.path, hint=hint, what="cannot be read:")
+    with unreadable, open_file(extent.path) as raw:
+        head = raw.read(8)
+        raw.seek(0)
+        if head.startswith(_PARQUET_MAGIC):
+            yield from _parquet(extent, json_key, on_read)
+            return
+        with next((opener(raw) for magic, opener in _DECOMPRESSORS.items() if head.startswith(magic)), raw) as f:
+            reader = _CountingReader(raw, f, on_read)
+            if extent.start:
+                reader.seek(extent.start)
+            yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, reader)
 
 
 def _is_json(path: str) -> bool:
@@ -190,10 +187,9 @@ def _parquet(extent: Extent, column: str, on_read: Callable[[int], None]) -> Ite
 
 
 def _json_text(line: bytes, json_key: str, where: str) -> str:
-    try:
+    hint = "give files with one JSON object per line, in UTF-8"
+    with DataError.instead_of(ValueError, RecursionError, where=where, hint=hint, what="not JSON:"):
         entry = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as e:
-        raise DataError(f"not JSON: {e}", where=where, hint="give files with one JSON object per line, in UTF-8") from e
     if not isinstance(entry, dict) or not isinstance(entry.get(json_key), str):
         keys = ", ".join(map(str, list(entry)[:8])) if isinstance(entry, dict) else type(entry).__name__
         raise DataError(f"no text under {json_key!r} (found: {keys})", where=where, hint="name the key with --json-key")
