@@ -6,7 +6,6 @@ Slurm's output belongs to a job. If the token is unknown, the job's name and its
 
 import re
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 from submitit.core import core
 
 from holmes_hpc.errors import SubmissionError
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.records.ownership import is_own
 from holmes_hpc.records.untrusted import read_file
 from holmes_hpc.slurm import job_queries
@@ -221,7 +221,9 @@ class StateWatcher(core.InfoWatcher):
                 self._down_until[name] = time.monotonic() + (60 if name == "sacct" else 5)
                 continue
             answered.append(name)
-            for job_id, rows in self._rows_by_job(parse(answer.out), job_ids - states.keys()).items():
+            pending = job_ids - states.keys()
+            own_rows = [r for r in parse(answer.out) if r.leader in pending and self._identity(r.leader).matches(r)]
+            for job_id, rows in grouped((row.leader, row) for row in own_rows):
                 state, previous = join(rows, name), self._states.get(job_id)
                 if name != "sacct":
                     states[job_id] = state
@@ -236,14 +238,6 @@ class StateWatcher(core.InfoWatcher):
             states.setdefault(job_id, replace(state, unsettled=state.ended and self._controller is None))
         self._failures = 0 if answered else self._failures + 1
         return states
-
-    def _rows_by_job(self, rows: Iterable[Row], job_ids: set[str]) -> dict[str, list[Row]]:
-        """Return the rows that belong to the jobs `job_ids`, by job id."""
-        rows_by_job: dict[str, list[Row]] = {}
-        for row in rows:
-            if row.leader in job_ids and self._identity(row.leader).matches(row):
-                rows_by_job.setdefault(row.leader, []).append(row)
-        return rows_by_job
 
     def _is_young(self, job_id: str) -> bool:
         """Return whether the job may be too new for the database."""

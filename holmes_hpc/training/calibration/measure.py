@@ -20,6 +20,7 @@ import yaml
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import RunFailed
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.flops import part_flops
@@ -215,8 +216,7 @@ def build_calibration(
     `steps`: the lines of metrics.jsonl after warm-up. `all_reduce_s`: seconds of an all-reduce of one number.
     """
     links, optimizer_s, pools = networks.links_of_pools(fitted), _optimizer_s(plan, steps), []
-    for name in dict.fromkeys(place.pool for place in plan.places):
-        pool_ranks = [rank for rank, place in zip(ranks, plan.places, strict=True) if place.pool == name]
+    for name, pool_ranks in grouped((place.pool, rank) for rank, place in zip(ranks, plan.places, strict=True)):
         times = _median_times(pool_ranks)
         pass_times_s = [sum(seconds) / 2 for (part, _), seconds in times.items() if part == PASS]
         pools.append(
@@ -239,14 +239,9 @@ def build_calibration(
 
 def _median_times(ranks: Sequence[dict[str, Any]]) -> Times:
     """Return the median times of each part over the ranks that have this part."""
-    times: dict[tuple[str, Shape], list[tuple[float, float]]] = {}
-    for rank in ranks:
-        for name, micro, sequence, forward_s, backward_s in rank["times"]:
-            times.setdefault((name, (micro, sequence)), []).append((forward_s, backward_s))
-    return {
-        key: (statistics.median(f for f, _ in rows), statistics.median(b for _, b in rows))
-        for key, rows in times.items()
-    }
+    rows = (row for rank in ranks for row in rank["times"])
+    times = grouped(((name, (micro, sequence)), seconds) for name, micro, sequence, *seconds in rows)
+    return {key: (statistics.median(f for f, _ in s), statistics.median(b for _, b in s)) for key, s in times}
 
 
 def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> MeasuredPart:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.site import FabricLink, Site
 from holmes_hpc.planning.cost.calibration import Calibration
 from holmes_hpc.planning.cost.network_figures import Link, collectives
@@ -230,10 +231,7 @@ def fitted_s(sample: Sample, fitted: FittedLinks) -> float:
 
 def fit(samples: Iterable[Sample]) -> FittedLinks:
     """Fit latency and efficiency of each link by least squares of the relative errors."""
-    samples_of_link: dict[tuple[tuple[str, ...], str], list[Sample]] = {}
-    for sample in samples:
-        samples_of_link.setdefault((sample.pools, sample.link), []).append(sample)
-    return {key: _fit_link(link_samples) for key, link_samples in samples_of_link.items()}
+    return {key: _fit_link(link_samples) for key, link_samples in grouped(((s.pools, s.link), s) for s in samples)}
 
 
 def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:

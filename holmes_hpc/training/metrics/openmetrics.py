@@ -17,6 +17,7 @@ import torch
 
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import HolmesError
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.rates import finite, goodput, number
 from holmes_hpc.tables import read_table
@@ -172,14 +173,11 @@ class Exporter:
 
 def to_text(run: str, samples: Iterable[Sample]) -> str:
     """Return samples of a run in OpenMetrics' text format, which node_exporter reads too."""
-    families = defaultdict[str, list[str]](list)
-    for name, labels, value in samples:
-        families[name].append(f"{_sample_name(name, run, *labels)} {value}")
-    heads = {
-        name: f"# TYPE holmes_{name} {FAMILIES[name].kind}\n# HELP holmes_{name} {FAMILIES[name].help}"
-        for name in families
-    }
-    return "\n".join([*(line for name, lines in families.items() for line in (heads[name], *lines)), "# EOF\n"])
+    lines = []
+    for name, values in grouped((name, (labels, value)) for name, labels, value in samples):
+        lines += [f"# TYPE holmes_{name} {FAMILIES[name].kind}", f"# HELP holmes_{name} {FAMILIES[name].help}"]
+        lines += [f"{_sample_name(name, run, *labels)} {value}" for labels, value in values]
+    return "\n".join([*lines, "# EOF\n"])
 
 
 @cache

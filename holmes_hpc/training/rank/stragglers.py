@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.flops import head_flops, layer_flops, of_layers
 from holmes_hpc.planning.plan.plan import Plan
 
@@ -50,20 +51,15 @@ class Stragglers:
         return warnings + self._compare_stages(times)
 
     def _compare_stages(self, times: Sequence[float]) -> list[str]:
-        layer_s = [
-            statistics.median_low([times[r] for r in self._stages[s]]) / work for s, work in enumerate(self._work)
-        ]
-        medians_s = [
-            statistics.median_low([t for t, other_gpu in zip(layer_s, self._gpus, strict=True) if other_gpu == gpu])
-            for gpu in self._gpus
-        ]
-        return [
-            self._warning(
-                self._stages[number][0], times, stage_s / median_s, f"other stages for each layer of stage {number}"
-            )
-            for number, (stage_s, median_s) in enumerate(zip(layer_s, medians_s, strict=True))
-            if median_s > 0 and stage_s > SLOW_STAGE * median_s
-        ]
+        stages_s = [statistics.median_low([times[r] for r in ranks]) for ranks in self._stages]
+        layer_s = [stage_s / work for stage_s, work in zip(stages_s, self._work, strict=False)]
+        median_s = {gpu: statistics.median_low(s) for gpu, s in grouped(zip(self._gpus, layer_s, strict=True))}
+        warnings = []
+        for number, (gpu, stage_s) in enumerate(zip(self._gpus, layer_s, strict=True)):
+            if stage_s > SLOW_STAGE * median_s[gpu] > 0:
+                reference = f"other stages for each layer of stage {number}"
+                warnings.append(self._warning(self._stages[number][0], times, stage_s / median_s[gpu], reference))
+        return warnings
 
     def _warning(self, rank: int, times: Sequence[float], ratio: float, reference: str) -> str:
         return (
