@@ -102,25 +102,15 @@ class Vocabulary:
         """Return the meaning of a feature with these `facts`; None if a rate or a NIC type is not valid."""
         spellings = {key: str(facts[key]).lower() for key in ("rate", "port", "ethernet", "ranks") if key in facts}
         try:
-            numbers = {key: float(self.rates.get(spelling, spelling)) for key, spelling in spellings.items()}
+            numbers: dict[str, Any] = {key: float(self.rates.get(text, text)) for key, text in spellings.items()}
             nic = NicType(str(facts["nic"]).lower()) if "nic" in facts else None
         except ValueError:
             return None
         if not all(0 < number < float("inf") for number in numbers.values()):
             return None
-        return Meaning(
-            feature,
-            nic=nic,
-            rate=numbers.get("rate"),
-            port=numbers.get("port"),
-            ethernet=numbers.get("ethernet"),
-            fabric=facts.get("fabric"),
-            gpu=facts.get("gpu"),
-            unsupported=rule.unsupported,
-            is_label=rule.own,
-            names=_names_in(facts),
-            ranks=int(numbers.get("ranks", 0)),
-        )
+        values = numbers | {key: facts[key] for key in ("fabric", "gpu") if key in facts}
+        values |= {"unsupported": rule.unsupported, "is_label": rule.own, "ranks": int(numbers.get("ranks", 0))}
+        return Meaning(feature, nic, names=_names_in(facts), **values)
 
     def gpu(self, name: str) -> Gpu | None:
         """Return the GPU that a GRES type or a feature names; None if it is unknown."""
