@@ -112,17 +112,12 @@ class JobRequest:
             ("array", self.array),
             ("signal", self._signal_option()),
             ("no-requeue" if self.requeue is False else "requeue", True if self.requeue is not None else None),
-            ("dependency", self.dependency),
-            ("comment", self.comment),
-            ("mail-type", self.mail_type),
-            ("mail-user", self.mail_user),
-            ("wckey", self.wckey),
         ]
+        names = ("dependency", "comment", "mail_type", "mail_user", "wckey")
+        options += [(name.replace("_", "-"), getattr(self, name)) for name in names]
         extra = {component.option_name(k, "job"): v for k, v in self.additional if v is not None}
-        return [
-            *((k, v) for k, v in options if v is not None and k not in extra),
-            *((k, v) for k, v in extra.items() if v is not False),
-        ]
+        own = {k: v for k, v in options if v is not None and k not in extra}
+        return [(k, v) for k, v in {**own, **extra}.items() if v is not False]
 
     def _signal_option(self) -> str | None:
         """Return the value of ``--signal``; None for no signal. Slurm may send the signal a minute early, and a task
