@@ -101,11 +101,7 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
 
 def complete_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints in `folder`, the latest first."""
-    return [
-        Checkpoint(step, path, description)
-        for step, path in sorted(_step_directories(folder), reverse=True)
-        if not isinstance(description := _read_description(path), str)
-    ]
+    return [Checkpoint(step, path, c) for step, path, c in _named_directories(folder) if not isinstance(c, str)]
 
 
 def require_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -122,17 +118,15 @@ def require_checkpoints(folder: Path) -> list[Checkpoint]:
 def incomplete_checkpoints(folder: Path) -> list[tuple[Path, str]]:
     """Return (directory, problem) of each directory that has a checkpoint's name but is incomplete, the latest first.
     For example, a copy was interrupted, or the description is damaged."""
-    return [
-        (path, problem)
-        for _, path in sorted(_step_directories(folder), reverse=True)
-        if isinstance(problem := _read_description(path), str)
-    ]
+    return [(path, problem) for _, path, problem in _named_directories(folder) if isinstance(problem, str)]
 
 
-def _step_directories(folder: Path) -> list[tuple[int, Path]]:
+def _named_directories(folder: Path) -> list[tuple[int, Path, dict[str, Any] | str]]:
+    """Return (step, path, :func:`_read_description`) of each directory with a checkpoint's name, the latest first."""
+    steps: list[tuple[int, Path]] = []
     with contextlib.suppress(OSError):
-        return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
-    return []
+        steps = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    return [(step, path, _read_description(path)) for step, path in sorted(steps, reverse=True)]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
