@@ -63,7 +63,7 @@ class _SoftwareFlag(Flag):
         return super().value(_FP8.get(text, text) if self.key == "fp8" else text)
 
 
-_SOFTWARE_KEYS = ["attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8"]
+_SOFTWARE_KEYS = ["attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8", "expert_imbalance"]
 _SOFTWARE_KEYS += ["sharding", "recompute_parts", "recompute_layers"]
 _SOFTWARE_FLAGS = [_SoftwareFlag("--" + key.replace("_", "-"), key) for key in _SOFTWARE_KEYS]
 SOFTWARE_FLAGS = {flag.name: flag for flag in _SOFTWARE_FLAGS}

@@ -12,6 +12,7 @@ import numpy as np
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.planning.cost.flops import expert_parameters
+from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.plan.parts import Component
@@ -76,9 +77,10 @@ def exchange_s(layout: Layout, replica: int) -> np.ndarray:
 def _exchange_s(layout: Layout, component: Component) -> float:
     ep, nodes = layout.parallel.ep, ep_nodes(layout, component)
     inside, transport = ep // nodes, layout.transport_rule.of({component.pool}, nodes == 1)
+    load = LayerShape(layout.model, layout.batch, ep=ep).expert_load(layout.costs.software.expert_imbalance)
     seconds = bytes_to_each_rank(layout, component, False) * (inside - 1) / layout.rate(LOCAL, component)
     if nodes > 1:  # all ranks of a node share its NIC
         ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
         sent_bytes = bytes_to_each_rank(layout, component, True) * (ep - inside) * ranks
         seconds = max(seconds, sent_bytes / layout.rate(transport, component))
-    return EXCHANGES * layout.latency(transport, component) + seconds
+    return EXCHANGES * layout.latency(transport, component) + seconds * load  # all wait for the busiest rank

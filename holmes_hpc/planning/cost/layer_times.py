@@ -56,6 +56,11 @@ class LayerShape:
         """The number of ranks over which norms and residuals are split."""
         return self.tp if self.sequence_parallel else 1
 
+    def expert_load(self, imbalance: float) -> float:
+        """Return the experts' tokens on the busiest rank, divided by the mean. Capacity limits them.
+        `imbalance`: ``software.expert_imbalance``."""
+        return min(imbalance, max(1.0, self.model.experts.capacity or imbalance)) if self.ep > 1 else 1.0
+
 
 def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:
     """Return the bytes of a layer's keys and values of `tokens` on one of `tp` ranks."""
@@ -120,13 +125,14 @@ class LayerTimes:
         """Return the seconds of (forward, backward) of each matrix product of the FFN.
 
         They are up (with the gate) and down: of a dense FFN or the shared experts first, then of the routed experts.
-        A rank holds 1/`ep` of the routed experts. Each expert is assumed to get equally many tokens.
+        A rank holds 1/`ep` of the routed experts, each of which gets equally many tokens.
         """
         shape, m, experts = self.shape, self.shape.model, self.shape.model.experts
         products = self._up_and_down(m.tp_ffn // shape.tp, shape.tokens, fp8) if m.tp_ffn else []
         if experts.count:
             count = experts.count // shape.ep
-            tokens = max(1, round(shape.tokens / shape.tp * m.active_ffns / count))
+            load = shape.expert_load(self.software.expert_imbalance)
+            tokens = max(1, round(shape.tokens / shape.tp * m.active_ffns / count * load))
             expert_products = self._up_and_down(m.ffn_width, tokens, fp8)
             products += [(count * forward, count * backward) for forward, backward in expert_products]
         return products

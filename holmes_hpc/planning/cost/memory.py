@@ -91,7 +91,8 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
         attention += 2 * (queries + keys // 2) if m.rope else 0  # both halves of the rotation's products
     ffn: float = held * m.tp_ffn
     if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
-        ffn += m.active_ffns * (h + (held + m.swiglu) * m.ffn_width + 4) + h + 9 * m.experts.count // 4
+        load = shape.expert_load(software.expert_imbalance)
+        ffn += load * m.active_ffns * (h + (held + m.swiglu) * m.ffn_width + 4) + h + 9 * m.experts.count // 4
     dropout_bytes = element + mask if m.dropout else 0
     fp32_extra = 4 if has_fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row
@@ -150,7 +151,7 @@ def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
-    shape = LayerShape(m, layout.batch, p.tp, p.sequence_parallel, layout.recompute)
+    shape = LayerShape(m, layout.batch, p.tp, p.sequence_parallel, layout.recompute, p.ep)
     tokens, count = shape.tokens, parameters(layout, layers).sum(axis=2)
 
     def component_bytes(component: Component) -> tuple[float, ...]:

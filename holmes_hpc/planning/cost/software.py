@@ -44,6 +44,7 @@ class Software(Checked, where="software"):
     )
     fp8: Annotated[bool, key("products of layers are in FP8")] = False
     deduplicated: Annotated[bool, key("a token for several experts crosses to their node once, as in DeepEP")] = False
+    expert_imbalance: Annotated[float, key("tokens of the busiest EP rank, divided by the mean", ge=1)] = 1.0
     awaited_launches: Annotated[bool, key("CUDA_LAUNCH_BLOCKING=1: the CPU waits for each kernel")] = False
     gathered_logits: Annotated[bool, key("every TP rank holds the logits of the complete vocabulary")] = False
     backward_reductions: Annotated[int, key("all-reduces of a layer's backward pass under TP", ge=1)] = 2

@@ -264,3 +264,20 @@ def test_experts_with_a_capacity_below_the_mean_compute_and_exchange_less() -> N
     held = [layer_activation_bytes(shape, Costs(), SITE.pools[0].gpu)[0] for shape in shapes]
     assert held[0] == held[1] > held[2]
     assert layer_flops(MODEL, 1, 1024) - layer_flops(half, 1, 1024) == 2 * 3 * 1024 * 512  # one expert of two
+
+
+@pytest.mark.parametrize(("ep", "capacity", "load"), [(2, None, 1.5), (2, 1.25, 1.25), (2, 0.5, 1), (1, None, 1)])
+def test_unequal_tokens_lengthen_products_and_exchanges_and_take_memory(
+    ep: int, capacity: float | None, load: float
+) -> None:
+    made = plan(ep)
+    made = replace(made, model=replace(made.model, experts=replace(made.model.experts, capacity=capacity)))
+    equal, unequal = (Costs(software=Software(expert_imbalance=imbalance)) for imbalance in (1.0, 1.5))
+    seconds, bytes_held = (
+        [measure(Layout.of(made, costs)) for costs in (equal, unequal)]
+        for measure in (lambda x: experts.exchange_s(x, 0)[0], lambda x: memory(x, layer_array(made)).total()[0, 0])
+    )
+    assert (seconds[1] > seconds[0]) == (bytes_held[1] > bytes_held[0]) == (load > 1)
+    assert LayerShape(made.model, made.batch, ep=ep).expert_load(1.5) == load
+    steps = [predict(made, costs).step_time_s for costs in (equal, unequal)]
+    assert (steps[1] > steps[0]) == (load > 1)
