@@ -132,7 +132,8 @@ class LayerTimes:
         if experts.count:
             count = experts.count // shape.ep
             load = shape.expert_load(self.software.expert_imbalance)
-            tokens = max(1, round(shape.tokens / shape.tp * m.active_ffns / count * load))
+            share = shape.tokens / shape.tp * m.active_ffns / count * load
+            tokens = 64 * round(share / 64) or max(1, round(share))  # aligned: the kernels pad what experts get
             expert_products = self._up_and_down(m.ffn_width, tokens, fp8)
             products += [(count * forward, count * backward) for forward, backward in expert_products]
         return products
