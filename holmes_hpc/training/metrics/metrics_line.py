@@ -69,14 +69,15 @@ def metrics_line(
 
     `fields`: further fields of the line; `speeds`: see :func:`speeds_of`.
     """
-    losses, count = sum(rows[:, _LOSS].tolist()), rows[:, _COUNT].sum()  # numpy's sum would round losses differently
+    counted = rows[:, _COUNT] > 0
+    losses, count = sum(rows[counted, _LOSS].tolist()), rows[:, _COUNT].sum()  # numpy's sum would round differently
     step_time_s = float(rows[0, _STEP])
     samples_per_s = plan.batch.global_size / step_time_s
     tera_gpu_seconds = 1e12 * plan.world_size * step_time_s
-    rows_of_stage = [rows[ranks.ravel()] for ranks in plan.parallel.grid()]
-    stages = [  # the mean over the stage's ranks, in seconds; the parts add up to the step's time
-        {part: float(part_by_rank(stage_rows, part).mean()) for part in PARTS} for stage_rows in rows_of_stage
-    ]
+    rows_of_stage = [_rows_of(ranks.ravel(), rows) for ranks in plan.parallel.grid()]
+    # The mean over the stage's ranks, in seconds. The parts add up to the step's time.
+    means = [stage_rows[:, _PARTS : _PARTS + len(PARTS)].mean(axis=0) for stage_rows in rows_of_stage]
+    stages = [dict(zip(PARTS, seconds.tolist(), strict=True)) for seconds in means]
     return {
         "step": step,
         "time": unix_time_s,
@@ -96,6 +97,12 @@ def metrics_line(
         "nic_bytes": sum_by_kind(plan, rows[:, NIC_COLUMNS]),
         "peak_memory_bytes": [int(stage_rows[:, _MEMORY].max()) for stage_rows in rows_of_stage],
     }
+
+
+def _rows_of(ranks: Rows, rows: Rows) -> Rows:
+    """Return the rows of `ranks`, which ascend: a view, because a copy takes long, unless ranks between are missing."""
+    first, end = ranks[0], ranks[-1] + 1
+    return rows[first:end] if end - first == len(ranks) else rows[ranks]
 
 
 def _experts(plan: Plan, rows_of_stage: Sequence[Rows]) -> dict[str, float]:

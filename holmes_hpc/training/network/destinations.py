@@ -64,8 +64,9 @@ class Destinations:
     def fabric_bytes(self, rows: Rows) -> dict[str, dict[str, int]]:
         """Return the bytes sent between fabrics: sending fabric -> receiving fabric -> bytes; {} if there is only one
         fabric. `rows`: :meth:`row` of every rank."""
-        sums = {a: rows[self._fabric_of_rank == a].sum(axis=0) for a in self._fabrics if len(self._fabrics) > 1}
+        sent = rows[:, : len(self._fabrics)]
+        sums = {a: sent[self._fabric_of_rank == a].sum(axis=0) for a in self._fabrics if len(self._fabrics) > 1}
         return {
-            a: {b: int(sent) for b, sent in zip(self._fabrics, of_sender, strict=False) if b != a}
+            a: {b: int(count) for b, count in zip(self._fabrics, of_sender, strict=True) if b != a}
             for a, of_sender in sums.items()
         }
