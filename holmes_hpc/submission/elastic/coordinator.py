@@ -41,14 +41,7 @@ from holmes_hpc.submission.elastic.decision import REQUEUE, Beat, Placement, Sta
 from holmes_hpc.submission.elastic.members import MemberState
 from holmes_hpc.submission.elastic.planner import Planner
 from holmes_hpc.submission.executor.environment import LEADER, ComponentRanks, own_member, ranks_of_job
-from holmes_hpc.submission.lifecycle import batch_end
-from holmes_hpc.submission.lifecycle.attempts import (
-    attempt_id,
-    has_new_steps,
-    has_recorded_end,
-    last_metrics,
-    record_attempt_end,
-)
+from holmes_hpc.submission.lifecycle import attempts, batch_end
 from holmes_hpc.submission.lifecycle.requeue_decision import reason_to_stop
 from holmes_hpc.waiting import wait_until
 
@@ -102,9 +95,9 @@ class Coordinator:
         with self._lock:
             is_first_failure = state.failed_at is None and any(state.codes().values())
         if is_first_failure:
-            attempt, state.failed_at = attempt_id(os.environ), now
-            is_recorded = not has_recorded_end(self._run, attempt)  # else the last attempt is an earlier start's
-            state.has_new_steps = is_recorded and has_new_steps(self._run, attempt)
+            attempt, state.failed_at = attempts.attempt_id(os.environ), now
+            is_recorded = not attempts.has_recorded_end(self._run, attempt)  # else the last is an earlier start's
+            state.has_new_steps = is_recorded and attempts.has_new_steps(self._run, attempt)
             is_last = state.is_one_job or reason_to_stop(self._run, "failed", attempt) is not None
             state.may_restart = state.has_new_steps and not is_last
         with self._lock:
@@ -132,7 +125,7 @@ class Coordinator:
                     self._run.write_exit(rank, "failed", f"{lost}: {decision.reason}", node)
         self._planner.poll(missing_plans, state.plans)
         if now > self._counted_at + COUNT_S:
-            self._counted_at, state.last_step = now, int(last_metrics(self._run).get("step", 0))
+            self._counted_at, state.last_step = now, int(attempts.last_metrics(self._run).get("step", 0))
         return decision.code
 
     def is_superseded(self) -> bool:
@@ -162,7 +155,7 @@ class Coordinator:
         if not self.claim(self.state.start):
             return
         if self.state.start > 1:
-            record_attempt_end(self._run, attempt_id(os.environ), self._ended or "node lost")
+            attempts.record_attempt_end(self._run, attempts.attempt_id(os.environ), self._ended or "node lost")
         if self._plan.id != Plan.read(self._run.plan_path).id:
             self._run.reopen(self._plan.to_yaml())
             self._run.update_run(plan_id=self._plan.id, components=self._plan.layout)

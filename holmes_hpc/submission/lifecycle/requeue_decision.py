@@ -11,13 +11,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import disable_requeue, has_script_failed, requeue
 from holmes_hpc.slurm.job_states import read_cancellation
 from holmes_hpc.submission.executor.environment import LEADER
-from holmes_hpc.submission.lifecycle.attempts import (
-    attempt_id,
-    count_failures,
-    end_messages,
-    has_new_steps,
-    record_attempt_end,
-)
+from holmes_hpc.submission.lifecycle import attempts
 from holmes_hpc.submission.lifecycle.failed_rank import failed_nodes
 from holmes_hpc.submission.lifecycle.outcome import build_result
 
@@ -29,10 +23,11 @@ def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeue
     if state in ("completed", "cancelled"):
         return state
     if state == "failed":
-        max_restarts, failures = int(run.config.get("train", {}).get("max_restarts") or 0), count_failures(run, attempt)
+        max_restarts = int(run.config.get("train", {}).get("max_restarts") or 0)
+        failures = attempts.count_failures(run, attempt)
         if failures >= max_restarts:
             return f"already restarted after {failures} failures" if max_restarts else "train.max_restarts is 0"
-    return None if slurm_requeues or has_new_steps(run, attempt) else "no new step since the last start"
+    return None if slurm_requeues or attempts.has_new_steps(run, attempt) else "no new step since the last start"
 
 
 def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
@@ -41,17 +36,17 @@ def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
 
     Slurm itself requeues a job that it preempted or whose node failed. If nobody recorded the end of the last attempt
     in time, this function records it: as preempted if Slurm's messages say so, otherwise as failed."""
-    attempts, result = run.read_run()["attempts"], run.read_result()
+    recorded, result = run.read_run()["attempts"], run.read_result()
     has_recorded_end = result is not None and (result["writer"] == "batch" or result["state"] == "preempted")
-    if not attempts or "start" in attempts[-1] or has_recorded_end:
+    if not recorded or "start" in recorded[-1] or has_recorded_end:
         return 0
-    last_attempt, messages = f"{job_id}/{restarts - 1}", end_messages(run)
+    last_attempt, messages = f"{job_id}/{restarts - 1}", attempts.end_messages(run)
     cancellation = read_cancellation(messages)
     is_preempted = cancellation is not None and cancellation.state == "PREEMPTED"
     state = "preempted" if is_preempted else "failed"
     stop_reason = reason_to_stop(run, state, last_attempt, slurm_requeues=is_preempted)
     if stop_reason is None:
-        record_attempt_end(run, last_attempt, state)
+        attempts.record_attempt_end(run, last_attempt, state)
         return 0
     nodes, error = failed_nodes(messages), "the batch script exited without a record, as when its node fails"
     error = f"node {nodes[0]} failed" if nodes else error
@@ -76,8 +71,8 @@ def watch_batch_script(run: RunDirectory) -> None:
 
 def _requeue_after_signal(run: RunDirectory, signal_pipe: int) -> None:
     while os.read(signal_pipe, 1):
-        attempt = attempt_id(os.environ)
+        attempt = attempts.attempt_id(os.environ)
         with contextlib.suppress(HolmesError, OSError):
             if has_script_failed(os.environ[LEADER]) and reason_to_stop(run, "failed", attempt) is None:
-                record_attempt_end(run, attempt, "failed")
+                attempts.record_attempt_end(run, attempt, "failed")
                 requeue(os.environ[LEADER])
