@@ -9,6 +9,7 @@ A script for submitit's SlurmExecutor works with this executor if it also names 
     job = executor.submit(train)
 """
 
+import contextlib
 import shlex
 import shutil
 import sys
@@ -35,7 +36,7 @@ from holmes_hpc.submission.executor.component import (
 from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES, PREEMPT_SIGNAL
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.preflight import preflight
-from holmes_hpc.submission.executor.submit import Refused, cancel_on_error, errors_as_refused, submit_file
+from holmes_hpc.submission.executor.submit import Refused, cancel_on_error, errors_as_refused, on_error, submit_file
 from holmes_hpc.submission.executor.task import task_arguments
 from holmes_hpc.submission.executor.throttle import Throttle
 
@@ -227,13 +228,9 @@ class SlurmHetExecutor(core.PicklingExecutor):
         interrupt_here()
         path = self._static_folder() / f".submission_file_{uid}.sh"
         submitted = time.time()
-        try:
-            with errors_as_refused():
-                path.write_text(self._text(request), encoding="utf-8")
-                leader = submit_file(path, f"holmes-{uid}")
-        except BaseException:
-            path.unlink(missing_ok=True)
-            raise
+        with on_error(path.unlink, missing_ok=True), errors_as_refused():
+            path.write_text(self._text(request), encoding="utf-8")
+            leader = submit_file(path, f"holmes-{uid}")
         ids = [f"{leader}_{i}" for i in range(array_size)] or [leader]
         with cancel_on_error(leader):
             jobs = [self.job_class(folder=self.folder, job_id=i, tasks=list(range(request.ranks))) for i in ids]
@@ -279,16 +276,13 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """Submit the functions as an array of which `limit` jobs run at a time. Pickle them first, because a job may
         start at once and look for its function."""
         pickles = [self._static_folder() / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
-        try:
+        with contextlib.ExitStack() as undo:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):
+                undo.enter_context(on_error(path.unlink, missing_ok=True))
                 delayed.set_timeout(self.parameters.get("time", 5), self.max_num_timeout)
                 delayed.dump(path)
             array = f"0-{len(pickles) - 1}%{min(len(pickles), limit)}"
             jobs = self._submit_request(len(pickles), array=array)
-        except BaseException:
-            for path in pickles:
-                path.unlink(missing_ok=True)
-            raise
         with cancel_on_error(jobs[0].job_id.partition("_")[0]):
             for job, path in zip(jobs, pickles, strict=True):
                 job.paths.move_temporary_file(path, "submitted_pickle")

@@ -2,8 +2,9 @@
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from submitit.core.utils import FailedSubmissionError
 
@@ -72,10 +73,15 @@ def find_job(token: str, timeout_s: float) -> str | None:
 
 
 @contextlib.contextmanager
-def cancel_on_error(job_id: str) -> Iterator[None]:
-    """Cancel the job if the block, which should record it, fails. Otherwise nobody would know of the job."""
+def on_error(undo: Callable[..., object], *arguments: Any, **options: Any) -> Iterator[None]:
+    """Call ``undo(*arguments, **options)`` if the block fails."""
     try:
         yield
     except BaseException:
-        slurm("scancel", job_id)
+        undo(*arguments, **options)
         raise
+
+
+def cancel_on_error(job_id: str) -> contextlib.AbstractContextManager[None]:
+    """Cancel the job if the block, which should record it, fails. Otherwise nobody would know of the job."""
+    return on_error(slurm, "scancel", job_id)

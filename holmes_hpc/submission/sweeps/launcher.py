@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from holmes_hpc.records.ownership import careful_umask, refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.job_states import UNKNOWN
+from holmes_hpc.submission.executor.submit import on_error
 from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.status import Job, SlurmJob
 from holmes_hpc.submission.local import run_plan_locally
@@ -54,15 +55,10 @@ from holmes_hpc.submission.sweeps.reuse import (
 log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def _removed_if_refused(sweep_dir: Path) -> Iterator[None]:
-    """If the block raises, remove the sweep directory unless it has more than multirun.yaml and the lock file."""
-    try:
-        yield
-    except BaseException:
-        if {*os.listdir(sweep_dir)} <= {"multirun.yaml", ".sweep.lock"}:
-            shutil.rmtree(sweep_dir, ignore_errors=True)
-        raise
+def _remove_unused(sweep_dir: Path) -> None:
+    """Remove the sweep directory unless it has more than multirun.yaml and the lock file."""
+    if {*os.listdir(sweep_dir)} <= {"multirun.yaml", ".sweep.lock"}:
+        shutil.rmtree(sweep_dir, ignore_errors=True)
 
 
 class HolmesLauncher(BaseSubmititLauncher):
@@ -94,7 +90,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         sweep_dir = Path(str(self.config.hydra.sweep.dir)).absolute()
         self._create_directory(sweep_dir)
         log.info(f"{counted(len(job_overrides), 'job')} into {sweep_dir}")
-        with console.waiting(f"planning {counted(len(job_overrides), 'job')}"), _removed_if_refused(sweep_dir):
+        with console.waiting(f"planning {counted(len(job_overrides), 'job')}"), on_error(_remove_unused, sweep_dir):
             candidates = self._plan_all(job_overrides, initial_job_idx)
         sharing_jobs = [c for c in candidates if c.planned is not None and c.planned.settings.exclusive is False]
         if self.WHERE == "slurm" and len(sharing_jobs) > 1:
@@ -103,7 +99,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         launched: list[LaunchedJob] = []
         try:
             # Without the lock, concurrent launches could submit the same jobs.
-            with locked(sweep_dir / ".sweep.lock", wait_s=5), _removed_if_refused(sweep_dir):
+            with locked(sweep_dir / ".sweep.lock", wait_s=5), on_error(_remove_unused, sweep_dir):
                 manifest = open_manifest(sweep_dir, time.time())
                 with Progress(manifest, launched) as progress:
                     self._launch_all(candidates, reuse, progress)
