@@ -24,15 +24,8 @@ from submitit.core import core, utils
 
 from holmes_hpc.errors import SubmissionError, nearest
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
-from holmes_hpc.submission.executor import environment
+from holmes_hpc.submission.executor import component, environment
 from holmes_hpc.submission.executor.batch_script import USER_SIGNAL, JobRequest, script_text
-from holmes_hpc.submission.executor.component import (
-    COMPONENT_KEYS,
-    JOB_OPTIONS,
-    format_memory,
-    option_name,
-    parse_component,
-)
 from holmes_hpc.submission.executor.environment import LEADER, MAX_REQUEUES, PREEMPT_SIGNAL
 from holmes_hpc.submission.executor.job import SlurmHetJob, batch_log
 from holmes_hpc.submission.executor.preflight import preflight
@@ -51,7 +44,7 @@ _EXECUTOR_KEYS = ("components", "array_parallelism", "stderr_to_stdout", "prefli
 _OLD_NAMES = {"num_gpus": "gpus_per_node"}  # as in submitit, a value under the old name wins
 _CANONICAL = {"ntasks_per_node": "tasks_per_node"}  # other name -> name of a parameter; the value set last wins
 PARAMETERS = frozenset(
-    {*_JOB_KEYS, *_EXECUTOR_KEYS, *(COMPONENT_KEYS - {"additional", "python"}), *_OLD_NAMES, *_CANONICAL}
+    {*_JOB_KEYS, *_EXECUTOR_KEYS, *(component.COMPONENT_KEYS - {"additional", "python"}), *_OLD_NAMES, *_CANONICAL}
 )
 
 
@@ -138,7 +131,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
             params = params if [self.name(), name] in specific else {**params, name: value}
         params = super()._convert_parameters(params)
         if "mem" in params:
-            params["mem"] = format_memory(params["mem"])
+            params["mem"] = component.format_memory(params["mem"])
         return {**params, **slurm_params}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
@@ -160,12 +153,12 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """Return the job that `parameters` request."""
         settings = {k: v for k, v in parameters.items() if v is not None}
         settings |= {_OLD_NAMES[k]: settings.pop(k) for k in _OLD_NAMES if k in settings}
-        defaults = {k: v for k, v in settings.items() if k in COMPONENT_KEYS and k not in ("additional", *_JOB_KEYS)}
+        defaults = {k: v for k, v in settings.items() if k in component.COMPONENT_KEYS - {"additional", *_JOB_KEYS}}
         job_fields = {_JOB_KEYS[k]: v for k, v in settings.items() if k in _JOB_KEYS}
-        options = {option_name(k, "job"): v for k, v in (job_fields.get("additional") or {}).items()}
-        job_fields["additional"] = tuple((k, v) for k, v in options.items() if k in JOB_OPTIONS)
+        options = {component.option_name(k, "job"): v for k, v in (job_fields.get("additional") or {}).items()}
+        job_fields["additional"] = tuple((k, v) for k, v in options.items() if k in component.JOB_OPTIONS)
         components = enumerate(settings.get("components") or [{}])
-        parts = [parse_component(part, i, defaults).with_defaults(options) for i, part in components]
+        parts = [component.parse_component(part, i, defaults).with_defaults(options) for i, part in components]
         paths, batch_output = utils.JobPaths(folder=self.folder), batch_log(self.folder)
         stdout, stderr = str(paths.stdout), None if settings.get("stderr_to_stdout") else str(paths.stderr)
         max_requeues = int(settings.get("max_requeues") or 0)

@@ -34,23 +34,12 @@ from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.status import Job, SlurmJob
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
-from holmes_hpc.submission.sweeps import job_waiting
+from holmes_hpc.submission.sweeps import job_waiting, reuse
 from holmes_hpc.submission.sweeps.job_waiting import LaunchedJob, Progress
 from holmes_hpc.submission.sweeps.jobs import cancel_sweep, job_states, untrusted_reason, write_outcome
 from holmes_hpc.submission.sweeps.launcher_settings import create_executor, plan_job_settings
 from holmes_hpc.submission.sweeps.manifest import NAME, Manifest, job_key, open_manifest
 from holmes_hpc.submission.sweeps.program import program_of
-from holmes_hpc.submission.sweeps.reuse import (
-    BASIC_SWEEPER,
-    PROCESS_START,
-    Candidate,
-    EarlierJob,
-    EarlierJobs,
-    find_earlier_jobs,
-    parse_reuse,
-    refuse_active_jobs,
-    select_reused,
-)
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +71,8 @@ class HolmesLauncher(BaseSubmititLauncher):
         `initial_job_idx`: the number of the first job."""
         detach = bool(self.params.get("detach", False))
         sweeper = str(self.config.hydra.sweeper.get("_target_", ""))
-        reuse = parse_reuse(self.params.get("reuse"), sweeper)
-        if detach and sweeper != BASIC_SWEEPER:
+        may_reuse = reuse.parse_reuse(self.params.get("reuse"), sweeper)
+        if detach and sweeper != reuse.BASIC_SWEEPER:
             problem = f"the sweeper {sweeper.rsplit('.', 1)[-1]} needs the jobs' results"
             hint = "remove detach, or use Hydra's basic sweeper"
             raise ConfigError(problem, where="hydra.launcher.detach", hint=hint)
@@ -102,13 +91,13 @@ class HolmesLauncher(BaseSubmititLauncher):
             with locked(sweep_dir / ".sweep.lock", wait_s=5), on_error(_remove_unused, sweep_dir):
                 manifest = open_manifest(sweep_dir, time.time())
                 with Progress(manifest, launched) as progress:
-                    self._launch_all(candidates, reuse, progress)
+                    self._launch_all(candidates, may_reuse, progress)
             if detach:
                 log.info(f"detached; `holmes sweep status {sweep_dir}` shows the jobs, `collect` their results")
                 return []
             with Progress(manifest, launched) as progress:
                 job_returns = [job_waiting.wait(manifest, job, progress.show) for job in launched]
-                if sweeper == BASIC_SWEEPER:
+                if sweeper == reuse.BASIC_SWEEPER:
                     progress.conclude()
             return job_returns
         except KeyboardInterrupt:
@@ -133,7 +122,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 os.chmod(sweep_dir, int(str(self.config.hydra.sweep.mode), 8))
         refuse_other_writers(sweep_dir / NAME)
 
-    def _launch_all(self, candidates: Sequence[Candidate], reuse: bool | str, progress: Progress) -> None:
+    def _launch_all(self, candidates: Sequence[reuse.Candidate], may_reuse: bool | str, progress: Progress) -> None:
         """Submit each candidate, or reuse an earlier job for it, and add the job to `progress.launched`.
         Raise SubmissionError or ConfigError if earlier jobs in this directory forbid the launch."""
         manifest = progress.manifest
@@ -141,7 +130,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             if (reason := untrusted_reason(manifest, job)) is not None:
                 hint = "set hydra.sweep.dir to a directory of your own"
                 raise SubmissionError(f"job {job.num}: {reason}", where=str(manifest.path), hint=hint)
-        states = job_states(manifest, [job for job in manifest.jobs if job.submitted < PROCESS_START])
+        states = job_states(manifest, [job for job in manifest.jobs if job.submitted < reuse.PROCESS_START])
         for job, state in states.items():
             if state.state == UNKNOWN and not state.forgotten:  # it may still run
                 problem = "Slurm does not answer, and jobs of an earlier launch may still run"
@@ -151,13 +140,13 @@ class HolmesLauncher(BaseSubmititLauncher):
                     hint = "launch again there, or use another hydra.sweep.dir"
                 raise SubmissionError(problem, where=str(manifest.path), hint=hint)
         programs = {c.program.digest: c.program for c in candidates if c.program is not None}
-        if programs and reuse and manifest.jobs:
+        if programs and may_reuse and manifest.jobs:
             log.info(f"comparing jobs of earlier launches by configuration, {next(iter(programs.values()))}")
-        earlier = find_earlier_jobs(manifest, candidates, states)
-        reused = select_reused(earlier, reuse)
-        refuse_active_jobs(manifest, states, candidates, reused)
+        earlier = reuse.find_earlier_jobs(manifest, candidates, states)
+        reused = reuse.select_reused(earlier, may_reuse)
+        reuse.refuse_active_jobs(manifest, states, candidates, reused)
         new = [c for c in candidates if c.key not in reused]
-        self._refuse_other_runs(manifest, earlier, new, can_resume=bool(reuse))
+        self._refuse_other_runs(manifest, earlier, new, can_resume=bool(may_reuse))
         manifest.programs.update({digest: asdict(program) for digest, program in programs.items()})
         limit = int(self.params.get("array_parallelism") or 256)
         is_throttled = self.WHERE == "slurm" and len(candidates) - len(reused) > limit
@@ -168,7 +157,7 @@ class HolmesLauncher(BaseSubmititLauncher):
 
     # -- one job ----------------------------------------------------------------------------------------------------
 
-    def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[Candidate]:
+    def _plan_all(self, job_overrides: Sequence[Sequence[str]], first: int) -> list[reuse.Candidate]:
         """Compose and plan all jobs before the first one is submitted. `first`: the number of the first job.
         If some jobs cannot be planned, raise ConfigError with the error of the first of these jobs."""
         hook: Callable[[DictConfig, str], PlannedJob | None] | None = getattr(self.task_function, "plan_job", None)
@@ -182,7 +171,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 continue
             program = program_of(self.task_function if planned is None else planned.function)
             key = job_key(overrides)
-            candidates.append(Candidate(num, list(overrides), config, planned, self._copies[key], program))
+            candidates.append(reuse.Candidate(num, list(overrides), config, planned, self._copies[key], program))
             self._copies[key] += 1
             if planned is not None and "%" in str(candidates[-1].directory):
                 problem = f"the run directory {str(candidates[-1].directory)!r} contains '%'"
@@ -193,11 +182,11 @@ class HolmesLauncher(BaseSubmititLauncher):
         return candidates
 
     def _refuse_other_runs(
-        self, manifest: Manifest, earlier: EarlierJobs, candidates: Sequence[Candidate], *, can_resume: bool
+        self, manifest: Manifest, earlier: reuse.EarlierJobs, candidates: Sequence[reuse.Candidate], *, can_resume: bool
     ) -> None:
         """Raise ConfigError if a job's directory has a run that the job may not continue. `earlier`: the result of
-        :func:`find_earlier_jobs`; `can_resume`: whether a job may continue the unfinished run of an earlier job with
-        the same configuration, from its last checkpoint."""
+        :func:`reuse.find_earlier_jobs`; `can_resume`: whether a job may continue the unfinished run of an earlier job
+        with the same configuration, from its last checkpoint."""
         for job in candidates:
             run, old = RunDirectory(job.directory), manifest.find(job.key, job.digest)
             is_same_directory = old is not None and manifest.resolve(old.directory) == job.directory
@@ -210,7 +199,7 @@ class HolmesLauncher(BaseSubmititLauncher):
                 reason = f"({change})" if change else reason
                 raise ConfigError(f"it holds a run {reason}", where=str(run.path), hint="use another hydra.sweep.dir")
 
-    def _launch_one(self, old: EarlierJob | None, job: Candidate, progress: Progress) -> None:
+    def _launch_one(self, old: reuse.EarlierJob | None, job: reuse.Candidate, progress: Progress) -> None:
         """Reuse the earlier job `old`, or submit `job` if `old` is None. Add the job to `progress.launched`."""
         manifest, launched = progress.manifest, progress.launched
         if old is not None:
@@ -223,7 +212,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             new = self._submit_plain(manifest, job) if job.planned is None else self._submit_planned(manifest, job)
             launched.append(new)
             try:
-                manifest.put(new.entry, PROCESS_START)
+                manifest.put(new.entry, reuse.PROCESS_START)
             except RunFailed:  # without an entry, nobody would know of the job
                 cancel_sweep(manifest, [new.entry])
                 raise
@@ -236,7 +225,7 @@ class HolmesLauncher(BaseSubmititLauncher):
             config.hydra.job.num = num
         return config
 
-    def _submit_plain(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
+    def _submit_plain(self, manifest: Manifest, job: reuse.Candidate) -> LaunchedJob:
         """Submit a plain job. submitit pickles this launcher; in the job, :meth:`__call__` runs the task function."""
         executor = create_executor(job.config, self._EXECUTOR)
         refuse_other_writers(executor.folder)
@@ -250,7 +239,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         entry = job.entry(manifest, folder, job_id=submitit_job.job_id, **details)
         return LaunchedJob(entry, job.config, submitit_job=submitit_job)
 
-    def _submit_planned(self, manifest: Manifest, job: Candidate) -> LaunchedJob:
+    def _submit_planned(self, manifest: Manifest, job: reuse.Candidate) -> LaunchedJob:
         """Submit a job with a plan as a run in the job's directory. If the directory has a run, continue that run."""
         assert job.planned is not None
         plan, run = job.planned.plan, RunDirectory(job.directory)
