@@ -2,16 +2,15 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_gpus import NodeGpus, node_gpus
-from holmes_hpc.fabric.nodes import SiteNode, grouped
+from holmes_hpc.fabric.nodes import K, SiteNode, grouped
 from holmes_hpc.fabric.partitions import NodeSettings, keeps_others_selectable, ranked_partitions, usable_partitions
 from holmes_hpc.fabric.site import NicNames, Pool, Site
 from holmes_hpc.slurm.hostlist import compress
@@ -21,7 +20,6 @@ ASSUMED_RDMA_GBPS = 100.0
 ASSUMED_ETHERNET_GBPS = 10.0
 MAX_EXCLUDE = 1000  # the most characters in the host list of a job's --exclude
 MIG = re.compile(r"(?:^|[_-])\d+g\.\d+gb", re.IGNORECASE)  # a GRES type of a GPU slice, such as a100_1g.5gb
-K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ def _pool(
     rivals = [n for n in others if n.gpus_of(gpus.gres_type) >= count]
     expression, exclude = constraint(usable, rivals), ""
     if expression is None:
-        expression, exclude = "", _names(rivals)
+        expression, exclude = "", compress(n.name for n in rivals)
         if len(exclude) > MAX_EXCLUDE:
             reason = f"no constraint selects only these nodes of fabric {g.fabric}"
             rest = f"it would also select {len(rivals)} others; label the nodes with `holmes label`"
@@ -258,7 +256,7 @@ def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[
     alike = _by(lambda n: n.reading.names if nic.rdma else NicNames(n.reading.names.ethernet), nodes)
     if len(alike) == 1:
         return alike[0][0], None
-    return NicNames(), {_names(members): names for names, members in alike if names != NicNames()}
+    return NicNames(), {compress(n.name for n in members): names for names, members in alike if names != NicNames()}
 
 
 def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _Notes) -> float:
@@ -301,7 +299,3 @@ def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str |
 def _by(key: Callable[[SiteNode], K], nodes: Sequence[SiteNode]) -> list[tuple[K, list[SiteNode]]]:
     """Group nodes by `key`. Return (value of `key`, the nodes with that value) for each value."""
     return grouped((key(n), n) for n in nodes)
-
-
-def _names(nodes: Sequence[SiteNode]) -> str:
-    return compress(n.name for n in nodes)

@@ -1,17 +1,16 @@
 """The NIC features that nodes should have in Slurm: comparison with the present ones, and commands that set them."""
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.features import Vocabulary, read_features
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.nics import NodeNics, candidates
-from holmes_hpc.fabric.nodes import grouped
+from holmes_hpc.fabric.nodes import K, grouped
 from holmes_hpc.slurm.commands import output
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Node
@@ -20,7 +19,6 @@ _UNTIL = "slurmctld restarts or reads slurm.conf again"
 NOT_PERMANENT = f"scontrol's changes last until {_UNTIL}: put the NodeName lines into slurm.conf as well"
 _FEATURE = re.compile(r"[A-Za-z0-9_.:+-]+\Z")  # no characters with a meaning in slurm.conf or in a constraint
 _LABELS = tuple(map(re.compile, (r"nic_(ib|roce|ethernet)\Z", r"nic_[\d.]+g\Z", r"eth_[\d.]+g\Z", r"fabric_.+\Z")))
-_Value = TypeVar("_Value", bound=Hashable)
 _SAME_RATE = 0.02  # relative tolerance, because the kernel rounds FDR's 54.5 Gb/s to 56
 
 
@@ -133,7 +131,7 @@ def changes(nodes: Iterable[Node], expected: Mapping[str, Sequence[str]]) -> lis
     return node_changes
 
 
-def _by_value(pairs: Iterable[tuple[str, _Value]]) -> list[tuple[str, _Value]]:
+def _by_value(pairs: Iterable[tuple[str, K]]) -> list[tuple[str, K]]:
     """Group (node, value) pairs by value. Return (host list of the nodes, value) for each value."""
     return [(compress(nodes), value) for value, nodes in grouped((value, node) for node, value in pairs)]
 
