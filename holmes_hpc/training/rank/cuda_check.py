@@ -121,30 +121,21 @@ def _supported_te() -> str:
 def refuse_unusable(facts: CudaFacts) -> None:
     """Raise ConfigError for the most severe problem that prevents training on CUDA."""
     major, minor = facts.driver_cuda // 1000, facts.driver_cuda % 1000 // 10
+    build_hint = "install a CUDA build of torch, or use train.device=cpu"
+    is_old_driver = facts.driver_cuda and major < int((facts.torch_cuda or "0").split(".")[0])
+    old_driver = f"the NVIDIA driver supports CUDA up to {major}.{minor}, torch is built for {facts.torch_cuda}"
+    driver_hint = f"install a newer driver, or a torch built for CUDA {major}"
+    no_device = "no CUDA device" if facts.driver_cuda else "no CUDA device and no NVIDIA driver"
+    device_hint = "ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu"
+    te_problem = f"Transformer Engine {facts.te_version} cannot be imported: {facts.te_error}"
+    te_hint = "install one built for this torch, or uninstall it: training works without it"
     ConfigError.refuse(
         "torch",
-        (
-            facts.torch_cuda is None,
-            "this torch is built for CPUs",
-            "install a CUDA build of torch, or use train.device=cpu",
-        ),
-        (
-            facts.driver_cuda and major < int((facts.torch_cuda or "0").split(".")[0]),
-            f"the NVIDIA driver supports CUDA up to {major}.{minor}, torch is built for {facts.torch_cuda}",
-            f"install a newer driver, or a torch built for CUDA {major}",
-        ),
-        (
-            not facts.devices,
-            "no CUDA device" if facts.driver_cuda else "no CUDA device and no NVIDIA driver",
-            "ask Slurm for GPUs (--gpus-per-node), see `nvidia-smi`, or use train.device=cpu",
-            "train.device",
-        ),
+        (facts.torch_cuda is None, "this torch is built for CPUs", build_hint),
+        (is_old_driver, old_driver, driver_hint),
+        (not facts.devices, no_device, device_hint, "train.device"),
         (not facts.has_nccl, "this torch has no NCCL", "install a build of torch with NCCL (PyPI's for Linux has it)"),
-        (
-            facts.te_error,
-            f"Transformer Engine {facts.te_version} cannot be imported: {facts.te_error}",
-            "install one built for this torch, or uninstall it: training works without it",
-        ),
+        (facts.te_error, te_problem, te_hint),
     )
 
 
@@ -171,30 +162,19 @@ def refuse_fp8(
     least, unsupported, min_te, block = FP8[recipe]
     hint = "leave train.fp8 out"
     gpu, needed, limit = (".".join(map(str, c)) for c in (capability, least, unsupported))
+    te_hint = f"pip install transformer-engine[pytorch], or {hint}"
+    is_old_te = not _is_in(te_version or "0", f">={min_te}.dev0")
+    old_te = f"{recipe} needs Transformer Engine {min_te}, {te_version} is installed"
+    range_text = f"{needed}, below {limit}" if unsupported < NO_LIMIT else needed
+    other_gpu = f"{recipe} needs compute capability {range_text}; this GPU has {gpu}"
+    wrong_sizes = [f"{name} is {n}, {recipe} needs a multiple of {block}" for name, n in sizes.items() if n % block]
     ConfigError.refuse(
         f"train.fp8={recipe}",
         (not on_gpu, "fp8 needs a GPU", hint),
-        (
-            te_version is None,
-            "fp8 needs Transformer Engine, which is not installed",
-            f"pip install transformer-engine[pytorch], or {hint}",
-        ),
-        (
-            not _is_in(te_version or "0", f">={min_te}.dev0"),
-            f"{recipe} needs Transformer Engine {min_te}, {te_version} is installed",
-            hint,
-        ),
-        (
-            not least <= capability < unsupported,
-            f"{recipe} needs compute capability {needed}"
-            + (f", below {limit}" if unsupported < NO_LIMIT else "")
-            + f"; this GPU has {gpu}",
-            hint,
-        ),
-        *(
-            (size % block != 0, f"{name} is {size}, {recipe} needs a multiple of {block}", hint)
-            for name, size in sizes.items()
-        ),
+        (te_version is None, "fp8 needs Transformer Engine, which is not installed", te_hint),
+        (is_old_te, old_te, hint),
+        (not least <= capability < unsupported, other_gpu, hint),
+        *((True, problem, hint) for problem in wrong_sizes),
     )
 
 
