@@ -97,12 +97,10 @@ class Trainer:
         self.checkpoints = Checkpoints(session, train, self.models, self.optimizer, self.control)
         watchdog.start_set_up("loading a checkpoint if there is one")
         self.step = self.checkpoints.load(checkpoint)
-        if checkpoint and session.attempt == 1 and self.step >= train.steps:
-            raise ConfigError(
-                f"saved after step {self.step}, but train.steps is {train.steps}",
-                where=f"checkpoint {checkpoint}",
-                hint="raise train.steps, which counts the checkpoint's steps too",
-            )
+        has_all_steps = checkpoint and session.attempt == 1 and self.step >= train.steps
+        problem = f"saved after step {self.step}, but train.steps is {train.steps}"
+        hint = "raise train.steps, which counts the checkpoint's steps too"
+        ConfigError.refuse(f"checkpoint {checkpoint}", (has_all_steps, problem, hint))
         if session.cuda:
             watchdog.start_set_up("warming up")
             warm_up.connect(self.groups, session.device)
@@ -137,12 +135,9 @@ class Trainer:
         chunks = gpt.build(plan, self.model_config, seed, session.device)
         self.weights = eager_1f1b.weight_gradients(plan, chunks, self.breakdown)
         if train.pace_layer_ms:
-            factor = emulated_layers.factor(
-                train.pace_factors or {},
-                [(p.pool, n.node) for p, n in zip(plan.places, session.node_of_rank, strict=True)],
-                session.launch.rank,
-                [pool.name for pool in plan.site.pools],
-            )
+            places = [(p.pool, n.node) for p, n in zip(plan.places, session.node_of_rank, strict=True)]
+            pools = [pool.name for pool in plan.site.pools]
+            factor = emulated_layers.factor(train.pace_factors or {}, places, session.launch.rank, pools)
             layers = (chunk.decoder.layers for chunk in chunks)
             emulated_layers.emulate(layers, factor * train.pace_layer_ms, self.breakdown, self.weights)
         self.models = optimizer.wrap(chunks, self.model_config, plan, train)
@@ -176,9 +171,8 @@ class Trainer:
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             start = self._between_steps(any_rank, end)
-            if self._gathering is not None and self._gathering.ready(
-                min(GATHER_WAIT_S, GATHER_WAIT_SHARE * step_time_s)
-            ):
+            wait_s = min(GATHER_WAIT_S, GATHER_WAIT_SHARE * step_time_s)
+            if self._gathering is not None and self._gathering.ready(wait_s):
                 self._finish_record()  # if not ready: after the next step, so that no stage waits for a slower stage
         self._finish_record()
         self.control_flags.finish()
@@ -323,10 +317,8 @@ class Trainer:
         )
         self.monitors = Monitors(session, self.settings, factors, self.destinations, self.checkpoints)
         for kind, factor in factors.items():
-            log_line(
-                f"{kind}: {factor:.3f} bytes on the wire per byte of payload"
-                + (" (RDMA: not measured)" if session.cuda and kind != "ethernet" else "")
-            )
+            note = " (RDMA: not measured)" if session.cuda and kind != "ethernet" else ""
+            log_line(f"{kind}: {factor:.3f} bytes on the wire per byte of payload{note}")
         log_line(describe_data(self.data, self.training, plan, self.settings.steps))
         log_line(
             f"plan {plan.id}: {plan.strategy_label}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
@@ -351,16 +343,13 @@ class Trainer:
         self._gathering = metrics_line.Gathering(
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
         )
-        self._is_step_only = (
-            bool(self.last_metrics) and "pause_before_s" not in fields and not self.checkpoints.has_unfinished_save
-        )
+        has_paused = "pause_before_s" in fields or self.checkpoints.has_unfinished_save
+        self._is_step_only = bool(self.last_metrics) and not has_paused
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:
             self._logged_at = time.monotonic()
-            log_line(
-                f"step {self.step}: {step_time_s:.3f} s, "
-                + ", ".join(f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items())
-            )
+            part_texts = (f"{name[:-2].replace('_', ' ')} {value:.3f}" for name, value in parts.items())
+            log_line(f"step {self.step}: {step_time_s:.3f} s, {', '.join(part_texts)}")
 
     def _finish_record(self) -> None:
         """Wait for the pending gather, if any. Rank 0 writes its metrics line, and logs warnings and the step."""
