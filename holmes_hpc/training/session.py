@@ -184,10 +184,8 @@ def open_session(
     groups.make_parallel_state()
     if launch.rank == 0:
         where = "one node" if node_of_rank[0].one_host else f"{len({n.node for n in node_of_rank})} nodes"
-        log_line(
-            f"{counted(launch.world_size, 'rank')} on {where} connected in {time.perf_counter() - start:.1f} s"
-            f" ({launch.launcher}, {device.type})"
-        )
+        ranks, connected_s = counted(launch.world_size, "rank"), time.perf_counter() - start
+        log_line(f"{ranks} on {where} connected in {connected_s:.1f} s ({launch.launcher}, {device.type})")
     return Session(
         launch,
         plan,
@@ -359,15 +357,11 @@ def _describe_groups(session: Session) -> list[dict[str, Any]]:
             nodes_of_nic = nics_of_group.setdefault((entry["kind"], tuple(entry["ranks"]), entry["transport"]), {})
             if node.node not in nodes_of_nic.setdefault(nic, []):
                 nodes_of_nic[nic].append(node.node)
-    return [
-        {
-            "kind": kind,
-            "ranks": list(ranks),
-            "transport": transport,
-            "interfaces": {nic: compress(nodes) for nic, nodes in nodes_of_nic.items()},
-        }
-        for (kind, ranks, transport), nodes_of_nic in nics_of_group.items()
-    ]
+    groups = []
+    for (kind, ranks, transport), nodes_of_nic in nics_of_group.items():
+        nics = {nic: compress(nodes) for nic, nodes in nodes_of_nic.items()}
+        groups.append({"kind": kind, "ranks": list(ranks), "transport": transport, "interfaces": nics})
+    return groups
 
 
 def describe(session: Session) -> dict[str, Any]:
