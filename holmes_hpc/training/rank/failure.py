@@ -75,6 +75,7 @@ class RankExit:
     def __init__(self, run: RunDirectory, launch: Launch) -> None:
         self._run, self._world_size = run, launch.world_size
         self.rank, self.node = launch.rank, launch.node
+        self.place = f"rank {launch.rank} on {launch.node}"
         self.attempt = 0  # unknown until rank 0 starts the attempt
         self._store: Any = None
         self._stop = threading.Event()
@@ -178,8 +179,7 @@ class RankExit:
         For a HolmesError, `find_cause` is not called."""
         if "Too many open files" in str(error):
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            where = f"rank {self.rank} on {self.node}"
-            return RunFailed(f"more than {limit} open files", where=where, hint="raise `ulimit -n`")
+            return RunFailed(f"more than {limit} open files", where=self.place, hint="raise `ulimit -n`")
         if self._find_cause is not None and not isinstance(error, HolmesError):
             for pause_s in (0.0, 1.0):
                 time.sleep(pause_s)
@@ -211,19 +211,15 @@ class RankExit:
         if torch_error is not None and _TIMED_OUT.search(one_line(torch_error)):
             self.dump_stacks(torch_error)
             hung = True
-            error = RunFailed(
-                f"another rank did not answer within train.net_timeout_s ({one_line(torch_error)[:200]})",
-                where=f"rank {self.rank} on {self.node}",
-                hint=f"{self.hang_hint()}; if it was only slow, raise train.net_timeout_s",
-            )
+            problem = f"another rank did not answer within train.net_timeout_s ({one_line(torch_error)[:200]})"
+            hint = f"{self.hang_hint()}; if it was only slow, raise train.net_timeout_s"
+            error = RunFailed(problem, where=self.place, hint=hint)
         elif torch_error is not None:
             other_failure = self._failure_of_another_rank(torch_error)
             if other_failure is None and _NCCL_NETWORK.search(one_line(torch_error)):
-                error = RunFailed(
-                    f"NCCL lost its connection ({one_line(torch_error)[:200]})",
-                    where=f"rank {self.rank} on {self.node}",
-                    hint=f"check {self.describe_links() or 'the GPUs of this node'} for lost packets (perfquery)",
-                )
+                problem = f"NCCL lost its connection ({one_line(torch_error)[:200]})"
+                hint = f"check {self.describe_links() or 'the GPUs of this node'} for lost packets (perfquery)"
+                error = RunFailed(problem, where=self.place, hint=hint)
         if other_failure is not None and not other_failure.get("hung") and isinstance(error, HolmesError):
             other_failure = None  # this rank's own error is more precise
         if not self._ending.acquire(blocking=False):
@@ -322,6 +318,5 @@ class Watchdog:
             message = self.overdue()
             if message is not None:
                 self._exit.dump_stacks()
-                where = f"rank {self._exit.rank} on {self._exit.node}"
-                error = RunFailed(message, where=where, hint=self._exit.hang_hint())
+                error = RunFailed(message, where=self._exit.place, hint=self._exit.hang_hint())
                 end_process(self._exit.record_failure(error, hung=True))
