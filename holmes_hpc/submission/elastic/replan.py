@@ -23,22 +23,16 @@ SEARCH_S = 30.0  # limit of a search, which then returns the best plan so far
 _FREE: dict[str, Any] = dict.fromkeys(  # the user's choices that may not fit fewer nodes
     ("nodes", "gpus_per_node", "pp", "dp", "virtual_stages", "layers_per_stage", "pool_order")
 )
+_FREE |= dict.fromkeys(("strategy", "schedule", "unequal"), "auto")
 
 
 def smaller_plan(plan: Plan, config: Configuration, nodes: Sequence[int]) -> Plan:
     """Return the best plan for the model and batch of `plan` on `nodes` of each of its components."""
-    site = plan.site.restricted_to(
-        [
-            replace(plan.site.pool(part.pool), nodes=count, gpus_per_node=part.gpus_per_node)
-            for part, count in zip(plan.components, nodes, strict=True)
-            if count
-        ]
-    )
+    parts = [(part, count) for part, count in zip(plan.components, nodes, strict=True) if count]
+    pools = [replace(plan.site.pool(part.pool), nodes=count, gpus_per_node=part.gpus_per_node) for part, count in parts]
+    site = plan.site.restricted_to(pools)
     options = replace(
         config.plan,
-        strategy="auto",
-        schedule="auto",
-        unequal="auto",
         transport=plan.transport_mode,
         edge_dtype=plan.edge_dtype,
         edge_connections=plan.edge_connections,
