@@ -55,9 +55,8 @@ def node_gpus(node: SiteNode, vocabulary: Vocabulary) -> NodeGpus:
 def _form_factor_assumption(gpu: Gpu, name: str, node: SiteNode, vocabulary: Vocabulary) -> str | None:
     """Return a line that assumes the GPU to be SXM; None if nothing is assumed. The line is needed if the GPU kind also
     exists as PCIe, and neither `name` nor the node's features show the form factor."""
-    pcie = next(
-        (kind.name for _, kind in vocabulary.gpus if kind.name.startswith(f"{gpu.name.split('-')[0]}-pcie")), ""
-    )
+    prefix = f"{gpu.name.split('-')[0]}-pcie"
+    pcie = next((kind.name for _, kind in vocabulary.gpus if kind.name.startswith(prefix)), "")
     if not pcie or "-pcie" in gpu.name or _FORM_FACTOR.search(" ".join((name, *node.features))):
         return None
     problem = f"GPU {name} may be SXM or PCIe, and GRES and features do not show which: SXM assumed"

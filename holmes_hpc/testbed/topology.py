@@ -148,9 +148,7 @@ class Topology(Checked, where="topology {0.name}", error=TestbedError):
 
     def features(self, fabric: FabricSpec) -> tuple[str, ...]:
         """Return the Slurm features of this fabric's nodes."""
-        nic_rate, ethernet_rate = (
-            format_rate(mbit) for mbit in (fabric.rdma_mbit or self.ethernet_mbit, self.ethernet_mbit)
-        )
+        nic_rate, ethernet_rate = map(format_rate, (fabric.rdma_mbit or self.ethernet_mbit, self.ethernet_mbit))
         ranks = [f"ranks_{fabric.ranks}"] if fabric.ranks > 1 else []
         return (f"nic_{fabric.nic}", f"nic_{nic_rate}", f"eth_{ethernet_rate}", f"fabric_{fabric.name}", *ranks)
 

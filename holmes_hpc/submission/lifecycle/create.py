@@ -227,9 +227,8 @@ def prepare_continuation(
     config = replace(with_overrides(recorded_config, overrides), **paths) if overrides else recorded_config
     if state == "completed" and config.train.steps <= recorded_config.train.steps:
         problem = f"the run has made all of its {recorded_config.train.steps} steps"
-        raise ConfigError(
-            problem, where=str(run.path), hint=f"to train further: holmes resume {run.name} train.steps=N"
-        )
+        hint = f"to train further: holmes resume {run.name} train.steps=N"
+        raise ConfigError(problem, where=str(run.path), hint=hint)
     plan, recorded_plan = Plan.read(plan_path or run.plan_path), Plan.read(run.plan_path)
     batch_size, length = recorded_plan.batch.global_size, recorded_plan.batch.sequence_length  # they order the data
     has_other_batch = (plan.batch.global_size, plan.batch.sequence_length) != (batch_size, length)

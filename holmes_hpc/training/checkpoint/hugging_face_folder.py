@@ -126,14 +126,11 @@ class Folder(Mapping[str, "torch.Tensor"]):
             )
             return [self.path / name for name in names]
         pickles = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        is_missing = not single.is_file()
+        is_missing, problem = not single.is_file(), f"{', '.join(pickles[:1])} is a pickle, which can execute code"
+        hint = "convert it to safetensors, or fetch the model's safetensors files"
         DataError.refuse(
             str(self.path),
-            (
-                is_missing and pickles,
-                f"{', '.join(pickles[:1])} is a pickle, which can execute code",
-                "convert it to safetensors, or fetch the model's safetensors files",
-            ),
+            (is_missing and pickles, problem, hint),
             (is_missing, "no model.safetensors and no index of shards", _FETCH_AGAIN),
         )
         return [single]
