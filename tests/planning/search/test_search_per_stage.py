@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import planner_per_stage
 import pytest
@@ -13,6 +14,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan_text import explain
+from holmes_hpc.planning.search import best, per_stage
 from holmes_hpc.planning.search.best import best_plan
 
 SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
@@ -32,15 +34,15 @@ def test_no_listed_plan_is_a_percent_faster(seed: int) -> None:
 
 
 def test_nodes_unused_by_uniform_layouts_are_used() -> None:
-    per_stage, uniform = (
+    unequal, uniform = (
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal=u), Costs()) for u in ("auto", "false")
     )
-    assert per_stage.is_per_stage and not per_stage.unused
-    assert any("shorter than the best uniform layout (" in line for line in explain(per_stage, Costs(), width=200))
+    assert unequal.is_per_stage and not unequal.unused
+    assert any("shorter than the best uniform layout (" in line for line in explain(unequal, Costs(), width=200))
     assert not any("by stage" in line for line in explain(uniform, Costs(), width=200))
-    assert per_stage.predicted is not None and uniform.predicted is not None
-    assert per_stage.predicted.step_time_s < 0.99 * uniform.predicted.step_time_s
-    assert per_stage.alternatives[0]["parallel"]["dp"] == uniform.parallel.dp
+    assert unequal.predicted is not None and uniform.predicted is not None
+    assert unequal.predicted.step_time_s < 0.99 * uniform.predicted.step_time_s
+    assert unequal.alternatives[0]["parallel"]["dp"] == uniform.parallel.dp
 
 
 def test_one_fabric_gets_a_uniform_layout() -> None:
@@ -72,3 +74,18 @@ def test_unequal_true_conflicts_with_options_that_exclude_it(key: str, value: ob
     with pytest.raises(PlanError, match=rf"^plan.unequal: per-stage TP/DP cannot .* plan.{key}=") as error:
         best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, options, Costs())
     assert "\n" not in str(error.value)
+
+
+def test_the_fabrics_of_the_best_plan_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    searched: list[list[str]] = []
+
+    def variants(problem: Any, *arguments: Any) -> Any:
+        searched.append([pool.name for pool in problem.site.pools])
+        return per_stage.variants(problem, *arguments)
+
+    monkeypatch.setattr(best, "variants", variants)
+    monkeypatch.setattr(best, "QUICK", per_stage.Effort(2_000, neighbours=0, refinement=0, per_variant=0))
+    far = replace(UNEVEN.pools[0], name="far", nodes=1, ethernet_gbps=0.1)
+    best_plan(SMALL, Batch(60, 1, 1024), replace(UNEVEN, pools=(*UNEVEN.pools, far)), PlanOptions(), Costs())
+    best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
+    assert searched == [["ib-a", "roce-a", "far"], ["ib-a", "roce-a"], ["ib-a", "roce-a"]]
