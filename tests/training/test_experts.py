@@ -179,5 +179,5 @@ def test_a_checkpoint_with_experts_moves_between_layouts(one_process: spawn.Fini
 def test_a_dense_checkpoint_is_refused_by_a_model_with_experts() -> None:
     saved = {k: v for k, v in asdict(spawn.MODEL).items() if k != "experts"}  # as older versions saved it
     check_identity(saved, spawn.MODEL, "checkpoint")
-    with pytest.raises(DataError, match=r"checkpoint has experts=\{'count': 0.*plan has experts=\{'count': 4"):
+    with pytest.raises(DataError, match=r"checkpoint has experts.count=0, plan has experts.count=4"):
         check_identity(saved, replace(spawn.MODEL, experts=Experts(4)), "checkpoint")

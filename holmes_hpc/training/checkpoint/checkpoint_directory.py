@@ -86,15 +86,15 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
 
     def identity(values: Mapping[str, Any]) -> dict[str, Any]:  # old checkpoints lack new keys
         experts = {**asdict(Experts()), **values.get("experts", {})}
-        return {**defaults, **values, "experts": {k: v for k, v in experts.items() if k not in _NOT_IDENTITY}}
+        flat = {**defaults, **values, "experts": None, **{f"experts.{k}": v for k, v in experts.items()}}
+        return {k: v for k, v in flat.items() if k.split(".")[-1] not in _NOT_IDENTITY}
 
     saved, expected, hint = identity(saved), identity(asdict(model)), "use a plan for the model that was trained"
     DataError.refuse(
         where,
         *(
             (saved[key] != expected[key], f"checkpoint has {key}={saved[key]}, plan has {key}={expected[key]}", hint)
-            for key in defaults
-            if key not in _NOT_IDENTITY
+            for key in expected
         ),
     )
 
