@@ -71,9 +71,11 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     needed, where, hint = tp * dp * cp, "plan.cp" if cp > 1 else "plan", "use smaller sizes or more nodes"
     message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed * pp} GPUs, there are {ranks.total()}"
     yield needed * pp > ranks.total(), message, hint, where
-    largest = max(ranks.values(), default=0)
-    message = f"a stage of TP {tp} x DP {dp}{cp_factor} needs {needed} GPUs of one fabric, the largest has {largest}"
+    largest, ep = max(ranks.values(), default=0), options.ep or 1 if model.experts.count else 0
+    stage = f"with EP {ep}" if ep > needed else f"of TP {tp} x DP {dp}{cp_factor}"
+    message = f"a stage {stage} needs {max(needed, ep)} GPUs of one fabric, the largest has {largest}"
     yield cp > 1 and needed > largest, message, hint, where
+    yield ep and max(needed, ep) > largest, message, hint, "plan.ep"
 
 
 def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> NoReturn:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from sites import A100, two_clusters
 
-from holmes_hpc.config.model import Batch, ModelSpec
+from holmes_hpc.config.model import Batch, Experts, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
@@ -136,6 +136,14 @@ def test_context_parallelism_across_fabrics_is_refused() -> None:
     for options, stage in (({"cp": 16}, "TP 1 x DP 1 x CP 16"), ({"cp": 4, "dp": 2, "tp": 2}, "TP 2 x DP 2 x CP 4")):
         assert str(plan_error(two_clusters(1), nodes=sizes, **options)).startswith(
             f"plan.cp: a stage of {stage} needs 16 GPUs of one fabric, the largest has 8; use smaller sizes"
+        )
+
+
+def test_experts_across_fabrics_are_refused() -> None:
+    sizes, model = {"ib-a": 1, "roce-a": 1}, replace(MODEL, experts=Experts(16))
+    for options, stage in (({"ep": 16}, "with EP 16"), ({"ep": 2, "pp": 1, "dp": 16}, "of TP 1 x DP 16")):
+        assert str(plan_error(two_clusters(1), model=model, nodes=sizes, **options)).startswith(
+            f"plan.ep: a stage {stage} needs 16 GPUs of one fabric, the largest has 8; use smaller sizes"
         )
 
 
