@@ -119,8 +119,9 @@ def family_of(spec: ModelSpec) -> str:
         return "gpt2"
     experts = spec.experts
     if spec.rope and spec.swiglu and spec.rmsnorm and experts.count:
-        routing = Experts(experts.count, experts.top_k, experts.ffn, experts.balance, experts.score)
-        if experts == routing and not spec.qkv_bias and (spec.qk_norm or _is_normalised(spec)):
+        routing = Experts(experts.count, experts.top_k, experts.ffn, score=experts.score)
+        losses = {name: getattr(routing, name) for name in ("balance", "per_sequence", "z_loss")}  # only for training
+        if replace(experts, **losses) == routing and not spec.qkv_bias and (spec.qk_norm or _is_normalised(spec)):
             return "qwen3_moe" if spec.qk_norm else "mixtral"
     elif spec.rope and spec.swiglu and spec.rmsnorm:
         if not (spec.qk_norm or spec.qkv_bias):

@@ -64,6 +64,7 @@ class Experts(Checked, where="model.experts", error=PlanError):
         float | None, key("an expert drops tokens beyond this multiple of the mean; null: drops none", gt=0)
     ] = None
     first_dense: Annotated[int, key("first layers without experts, whose width is model.ffn", ge=0)] = 0
+    per_sequence: Annotated[bool, key("the balancing loss counts tokens per sequence, not per micro-batch")] = False
 
     @property
     def has_valid_groups(self) -> bool:
@@ -115,7 +116,7 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         key(
             "experts of a layer: count (0: dense), top_k, ffn (null: model.ffn), balance (coefficient), "
             "score (softmax, softmax_all, sigmoid), bias (change per step), groups, top_groups, z_loss, shared, "
-            "capacity, first_dense"
+            "capacity, first_dense, per_sequence (balance)"
         ),
     ] = Experts()
 

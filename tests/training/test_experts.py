@@ -21,6 +21,8 @@ BALANCED = replace(
     MODEL, experts=Experts(8, 2, 32, 0.0, "sigmoid", bias=0.01, groups=4, top_groups=2, z_loss=1e-3, shared=16)
 )
 FIRST_DENSE = replace(MODEL, experts=replace(MODEL.experts, first_dense=1))
+PER_SEQUENCE = replace(MODEL, experts=replace(MODEL.experts, per_sequence=True))
+PAIRS = replace(spawn.BATCH, micro_size=2)
 TRAIN = {"steps": 4, "lr": 1e-3}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 1": {"dp": 2},
@@ -73,6 +75,31 @@ def test_loss_free_balancing_is_equal_in_every_layout(name: str, balanced: spawn
     ended = train(tmp_path / "run", LAYOUTS[name], BALANCED)
     assert ended.column("loss") == pytest.approx(balanced.column("loss"), rel=1e-5)
     assert ended.column("grad_norm") == pytest.approx(balanced.column("grad_norm"), rel=1e-4)
+
+
+@pytest.fixture(scope="module")
+def per_sequence(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
+    return train(tmp_path_factory.mktemp("per_sequence"), {"batch": PAIRS}, PER_SEQUENCE)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, "PP 2 x EP 2"))
+def test_the_loss_per_sequence_is_equal_in_every_layout(
+    name: str, per_sequence: spawn.FinishedRun, tmp_path: Path
+) -> None:
+    ended = train(tmp_path / "run", {**LAYOUTS[name], "batch": PAIRS}, PER_SEQUENCE)
+    assert ended.column("loss") == pytest.approx(per_sequence.column("loss"), rel=1e-5)
+    assert ended.column("grad_norm") == pytest.approx(per_sequence.column("grad_norm"), rel=1e-4)
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+def test_the_loss_per_sequence_differs_from_that_of_a_micro_batch(
+    per_sequence: spawn.FinishedRun, tmp_path: Path
+) -> None:
+    ended = train(tmp_path / "run", {"batch": PAIRS})
+    assert ended.column("loss")[0] == per_sequence.column("loss")[0]  # of the same weights
+    assert ended.column("grad_norm")[0] != pytest.approx(per_sequence.column("grad_norm")[0], rel=1e-5)
 
 
 @pytest.mark.integration

@@ -29,7 +29,7 @@ DESCRIPTION = "holmes.json"
 METADATA_FILE = ".metadata"  # PyTorch's index of the saved tensors
 IMPORTED = "hugging_face"  # key in holmes.json of `holmes import`; such a directory needs no step in its name
 # The keys of a model, and of its experts, that change neither the shapes nor the use of the weights.
-_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance", "z_loss", "capacity")
+_NOT_IDENTITY = ("name", "max_positions", "dropout", "norm_eps", "balance", "z_loss", "capacity", "per_sequence")
 _NAME = re.compile(r"step-(\d{8,})\Z")
 _FileName = Annotated[str, msgspec.Meta(pattern=r"\A(?!\.\.?\Z)[^/\0]+\Z")]  # without a path
 _Count = Annotated[int, msgspec.Meta(ge=0)]

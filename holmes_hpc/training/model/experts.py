@@ -33,6 +33,7 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
     experts = spec.experts
     if not experts.count:
         return {}
+    balance = "seq_aux_loss" if experts.per_sequence else "aux_loss"
     return {
         "num_moe_experts": experts.count,
         "moe_router_topk": experts.top_k,
@@ -47,7 +48,7 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
         "moe_router_pre_softmax": experts.score == "softmax_all"
         or experts.top_k == 1,  # over one expert, a softmax would always be 1
         "moe_ffn_hidden_size": spec.ffn_width,
-        "moe_router_load_balancing_type": "aux_loss" if experts.balance else "none",
+        "moe_router_load_balancing_type": balance if experts.balance else "none",
         "moe_aux_loss_coeff": experts.balance,
         "moe_router_dtype": "fp32",
         "moe_layer_freq": [int(n >= experts.first_dense) for n in range(spec.layers)] if experts.first_dense else 1,

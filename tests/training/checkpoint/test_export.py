@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from holmes_hpc.config.hugging_face import config_of
-from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.config.model import Experts, ModelSpec
 from holmes_hpc.errors import ConfigError, DataError
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.checkpoint import weight_names
@@ -127,6 +127,13 @@ def test_qkv_matrix_is_split_by_group() -> None:
 def test_model_that_fits_no_family_is_refused(change: dict) -> None:
     with pytest.raises(ConfigError, match="no supported Hugging Face family has"):
         config_of(replace(LLAMA, **change), "float32")
+
+
+def test_losses_that_balance_experts_are_no_part_of_a_family() -> None:
+    model = replace(LLAMA, experts=Experts(4, balance=0.1, z_loss=1e-3, per_sequence=True))
+    assert config_of(model, "float32")["model_type"] == "mixtral"
+    with pytest.raises(ConfigError, match="no supported Hugging Face family has"):
+        config_of(replace(model, experts=replace(model.experts, shared=8)), "float32")
 
 
 def test_failed_export_leaves_no_files(tmp_path: Path) -> None:
