@@ -3,9 +3,9 @@
     holmes testbed up; eval "$(holmes testbed env)"
     python benchmarks/expert_bytes.py [--steps 8] [--root runs/expert-bytes]
 
-Prints, for each fabric and node, the planned and the counted bytes of the experts' all-to-alls per step: a node's bytes
+Prints, for each fabric and node, the planned and the counted bytes of the experts' exchanges per step: a node's bytes
 on RDMA NICs, divided by the measured bytes on the wire per byte of payload, less the planned bytes of other groups.
-Then the bytes on Ethernet of both runs. All are medians of the steps after the first two. A restart skips finished
+Then the bytes on Ethernet of all runs. All are medians of the steps after the first two. A restart skips finished
 runs.
 """
 
@@ -27,12 +27,13 @@ OVERRIDES = (
     *("model=gpt_tiny", "model.bias=false", "data=synthetic", "train.pace_layer_ms=10"),
     *("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.dp=2", "plan.schedule=1f1b"),
 )
-RUNS = {"experts": ("model.experts.count=4", "plan.ep=2"), "dense": ()}
+EXPERTS = ("model.experts.count=4", "plan.ep=2")
+RUNS = {"experts": EXPERTS, "all-gather": (*EXPERTS, "plan.ep_comm=allgather"), "dense": ()}
 WARM_UP = 2  # steps that do not count
 
 
 def main() -> None:
-    """Run both, and print the tables."""
+    """Run all, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--root", type=Path, default=Path("runs/expert-bytes"))
@@ -46,16 +47,18 @@ def main() -> None:
             command = [str(Path(sys.executable).with_name("holmes")), "run", *settings]
             if code := subprocess.run(command).returncode:
                 sys.exit(f"{' '.join(command)}: exit code {code}")
-        if name == "experts":
+        if name != "dense":
+            print(f"{name}:")
             print_bytes(run)
         sent = [line["nic_bytes"]["ethernet"]["tx"] for line in run.metrics() if line["step"] > WARM_UP]
         ethernet_mb[name] = statistics.median(sent) / 1e6
-    change = ethernet_mb["experts"] / ethernet_mb["dense"] - 1
-    print(f"Ethernet: {ethernet_mb['experts']:.3f} MB, dense {ethernet_mb['dense']:.3f} MB, {change:+.2%}")
+    for name in list(RUNS)[:-1]:
+        change = ethernet_mb[name] / ethernet_mb["dense"] - 1
+        print(f"{name}, Ethernet: {ethernet_mb[name]:.3f} MB, dense {ethernet_mb['dense']:.3f} MB, {change:+.2%}")
 
 
 def print_bytes(run: RunDirectory) -> None:
-    """Print the planned and the counted bytes of the experts' all-to-alls, per fabric and node."""
+    """Print the planned and the counted bytes of the experts' exchanges, per fabric and node."""
     plan, record = Plan.read(run.plan_path), run.read_run()
     hosts, factors = record["hosts"], record["traffic"]["header_factors"]
     # Bytes of the experts, of a node or a fabric, and of other groups of a node.

@@ -86,6 +86,10 @@ CASES = {
     "dropout": Case({"tp": 1, "pp": 2, "dp": 1, "layers_per_stage": [8, 4]}, model={"dropout": 0.1}),
     "experts": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 1}, model={"layers": 6, "experts": Experts(8, 2, ffn=512)}),
     "experts, ep2": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 2}, model={"layers": 6, "experts": Experts(8, 2, ffn=512)}),
+    "experts, all-gather": Case(
+        {"tp": 1, "pp": 1, "dp": 4, "ep": 4, "ep_comm": "allgather"},
+        model={"layers": 6, "experts": Experts(8, 2, ffn=512)},
+    ),
     "wide experts": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 1}, model={"layers": 4, "experts": Experts(4)}),
     "wide experts, ep2": Case({"tp": 1, "pp": 1, "dp": 2, "ep": 2}, model={"layers": 4, "experts": Experts(4)}),
     "first layers dense": Case(

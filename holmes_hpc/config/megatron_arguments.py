@@ -225,7 +225,9 @@ def _experts(a: _Values) -> dict[str, Any]:
         if a.has(name):
             number = a.fraction(name, 0.0)
             keys[key] = int(number) if number.is_integer() else number
-    return {f"model.experts.{key}": value for key, value in keys.items()}
+    is_gather = a.text("moe-token-dispatcher-type", "allgather", "alltoall", "flex") == "allgather"
+    dispatcher = {"plan.ep_comm": "allgather" if is_gather else "alltoall"}
+    return {f"model.experts.{key}": value for key, value in keys.items()} | dispatcher
 
 
 def _layers(a: _Values, sizes: Mapping[str, Any]) -> dict[str, Any]:

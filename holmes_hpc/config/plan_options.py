@@ -54,6 +54,7 @@ class PlanOptions(Checked, where="plan", dotted=True):
     cp: Annotated[int | None, key("ranks that share a sequence; auto: the planner chooses", ge=1, auto=True)] = None
     cp_comm: Annotated[str, key("CP's attention: ring, or all-to-all (a2a)", one_of=("auto", "ring", "a2a"))] = "auto"
     ep: Annotated[int | None, key("expert-parallel size in a stage; auto: the planner chooses", ge=1, auto=True)] = None
+    ep_comm: Annotated[str, key("how EP's ranks exchange tokens", one_of=("alltoall", "allgather"))] = "alltoall"
     virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
     layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: see plan.partition", ge=1)] = None
     partition: Annotated[

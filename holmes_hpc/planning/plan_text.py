@@ -323,7 +323,7 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
     if plan.is_per_stage and not p.is_even:  # more nodes would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
-    kept = ("tp", "pp", "cp", "cp_comm", "virtual_stages", "sequence_parallel", "distributed_optimizer")
+    kept = ("tp", "pp", "cp", "cp_comm", "ep_comm", "virtual_stages", "sequence_parallel", "distributed_optimizer")
     options = PlanOptions(
         strategy=plan.strategy,
         nodes={c.pool: 2 * c.nodes for c in plan.components},

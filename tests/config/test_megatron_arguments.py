@@ -90,7 +90,9 @@ def test_a_mixture_of_experts() -> None:
         "z_loss": 1e-4,
     }
     assert keys["plan.ep"] == 8 and read(words).facts["deduplicated"]
+    assert keys["plan.ep_comm"] == "alltoall"
     defaults = read("--num-experts 8").keys
+    assert defaults["plan.ep_comm"] == "allgather"
     assert defaults["model.experts.balance"] == 0 and defaults["model.experts.score"] == "softmax"
     assert not any("experts" in name for name in read("--num-experts 1 --moe-router-topk 1").keys)
 
@@ -115,7 +117,6 @@ def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
     [
         ("--num-experts 8 --tensor-model-parallel-size 2", "use --expert-tensor-parallel-size 1"),
         ("--num-experts 8 --moe-layer-freq ([0]*3+[1]*58)", "model.experts.first_dense"),
-        ("--num-experts 8 --moe-token-dispatcher-type allgather", "only the all-to-all is modelled"),
         ("--multi-latent-attention", "not modelled"),
         ("--num-distributed-optimizer-instances 2", "several instances"),
         ("--optimizer sgd", "only Adam"),

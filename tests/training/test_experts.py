@@ -30,6 +30,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP 2 x EP 2": {"pp": 2, "dp": 2, "ep": 2},
     "PP 2 x EP 2, eager 1F1B": {"pp": 2, "dp": 2, "ep": 2, "schedule": "ahead", "in_flight": [4, 2]},
     "TP 2 x EP 2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+    "PP 2 x EP 2, all-gather": {"pp": 2, "dp": 2, "ep": 2, "ep_comm": "allgather"},
+    "TP 2 x EP 2, all-gather, full recomputation": {
+        **{"tp": 2, "ep": 2, "ep_comm": "allgather"},
+        **{"sequence_parallel": True, "recompute": "full"},
+    },
     "TP 2 x EP 1": {"tp": 2, "sequence_parallel": True},
     "PP 2 x EP 2, interleaved": {"pp": 2, "dp": 2, "ep": 2, "layers": [[1, 1], [1, 1]]},
     "EP 2 without overlap": {"dp": 2, "ep": 2},
@@ -50,7 +55,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, *list(LAYOUTS)[:5]))
+@pytest.mark.parametrize("name", thorough.all_but(LAYOUTS, *list(LAYOUTS)[:6]))
 def test_experts_have_the_losses_and_norms_of_one_process(
     name: str, one_process: spawn.FinishedRun, tmp_path: Path
 ) -> None:

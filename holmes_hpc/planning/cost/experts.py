@@ -1,4 +1,4 @@
-"""Parameters, memory and all-to-alls of the experts of a layout.
+"""Parameters, memory and exchanges of the experts of a layout.
 
 Each expert is complete on one rank. `ep` consecutive ranks of a stage together hold all experts and exchange tokens.
 Ranks that hold the same experts reduce the gradients of these experts.
@@ -14,11 +14,11 @@ from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.planning.cost.flops import expert_parameters
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.network_times import by_stage
+from holmes_hpc.planning.cost.network_times import Ring, by_stage
 from holmes_hpc.planning.plan.parts import Component
 from holmes_hpc.planning.plan.transport import LOCAL
 
-EXCHANGES = 3  # all-to-alls of a layer's forward pass: tokens, probabilities, results
+EXCHANGES = 3  # of a layer's forward pass: tokens, probabilities, and results (all-to-all) or a map (all-gather)
 
 
 def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
@@ -67,8 +67,27 @@ def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool
     return tokens / p.ep * (2 * m.hidden * layout.costs.weight_bytes(layout.pool(component).gpu) + 4)
 
 
+def _gathered_tensors(layout: Layout, component: Component) -> np.ndarray:
+    """Return the bytes of the tensors that an EP group's ranks gather, and of those that they reduce and scatter, in a
+    layer's (forward, backward) pass, (2, 2): tokens, their probabilities (fp32), their map and results (fp32).
+    Every rank gets the tokens of all ranks."""
+    p, m, costs = layout.parallel, layout.model, layout.costs
+    tokens = layout.batch.micro_size * layout.batch.sequence_length // p.tp * p.ep
+    hidden, scores = m.hidden * costs.weight_bytes(layout.pool(component).gpu), 4 * m.experts.count
+    gathered = [hidden + scores + m.experts.count, 4 * m.hidden]
+    return tokens * np.array([gathered, [4 * m.hidden, hidden + scores]], float)
+
+
+def gathered_bytes(layout: Layout, component: Component) -> np.ndarray:
+    """Return the bytes that a rank sends to the next one in the ring of its EP group, in a layer's (forward, backward)
+    pass, (2,)."""
+    library, ep = layout.costs.collectives(layout.pool(component).gpu), layout.parallel.ep
+    factors = np.array([library.all_gather, library.ring_reduce_scatter])
+    return factors @ _gathered_tensors(layout, component) * (ep - 1) / ep
+
+
 def exchange_s(layout: Layout, replica: int) -> np.ndarray:
-    """Return the seconds of the all-to-alls of a layer's forward pass, (S,). Backward takes as long."""
+    """Return the seconds of the exchanges of a layer's forward pass, (S,). Backward takes about as long."""
     if layout.parallel.ep == 1:
         return np.zeros(layout.parallel.pp)
     return by_stage(layout, replica, ("exchange",), partial(_exchange_s, layout))
@@ -77,10 +96,16 @@ def exchange_s(layout: Layout, replica: int) -> np.ndarray:
 def _exchange_s(layout: Layout, component: Component) -> float:
     ep, nodes = layout.parallel.ep, ep_nodes(layout, component)
     inside, transport = ep // nodes, layout.transport_rule.of({component.pool}, nodes == 1)
+    ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
+    if layout.parallel.ep_comm == "allgather":
+        ring = Ring(layout, component, transport, ep, nodes, ranks / inside)
+        library = layout.costs.collectives(layout.pool(component).gpu)
+        gathered, scattered = _gathered_tensors(layout, component)[:, 0]
+        gather = ring.seconds("all_gather", library.all_gather, gathered) @ (1, EXCHANGES)
+        return float(gather + ring.seconds("reduce_scatter", library.ring_reduce_scatter, scattered).sum())
     load = LayerShape(layout.model, layout.batch, ep=ep).expert_load(layout.costs.software.expert_imbalance)
     seconds = bytes_to_each_rank(layout, component, False) * (inside - 1) / layout.rate(LOCAL, component)
     if nodes > 1:  # all ranks of a node share its NIC
-        ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
         sent_bytes = bytes_to_each_rank(layout, component, True) * (ep - inside) * ranks
         seconds = max(seconds, sent_bytes / layout.rate(transport, component))
     return EXCHANGES * layout.latency(transport, component) + seconds * load  # all wait for the busiest rank

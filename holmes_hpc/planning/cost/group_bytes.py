@@ -58,10 +58,14 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
                 amount = rounds * passes * (n - 1) * key_value_bytes(*sizes)
             senders = tuple(a for a, b in pairwise((*group.ranks, group.ranks[0])) if place_of[a] != place_of[b])
         elif group.kind == "ep":
-            passes = 3 if layout.recompute == "full" else 2  # forward, perhaps again, and backward
+            forwards = 2 if layout.recompute == "full" else 1
             dense = layout.model.experts.first_dense if stage == 0 else 0
-            calls = passes * (layers[0, stage].sum() - dense) * layout.order.micro_batches
-            peer_bytes = calls * experts.bytes_to_each_rank(layout, component, between_nodes=True)
+            passes = (layers[0, stage].sum() - dense) * layout.order.micro_batches
+            if p.ep_comm == "allgather":
+                senders = first_rank_per_node(group.ranks, place_of)
+                amount = passes * (experts.gathered_bytes(layout, component) @ (forwards, 1))
+            else:  # as many bytes backward as forward
+                peer_bytes = (forwards + 1) * passes * experts.bytes_to_each_rank(layout, component, True)
         elif group.kind in ("intra_dp" if p.optimizer_instances > 1 else "dp", "expt_dp"):
             size = float((sparse if group.kind == "expt_dp" else count)[stage])
             senders = first_rank_per_node(group.ranks, place_of)

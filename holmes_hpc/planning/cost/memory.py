@@ -183,6 +183,8 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     # Bytes that one pass through each chunk holds, (plans, S, C).
     activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
     transient = np.zeros_like(count) + backward_bytes
+    if p.ep_comm == "allgather":  # tokens of all ranks, and gradients of their results in fp32
+        transient += p.ep * tokens / p.tp * m.hidden * (element + 4)
     if first_dense := m.experts.first_dense:
         gpu = layout.pool(layout.replicas[replica][0]).gpu
         dense_bytes, dense_backward = layer_activation_bytes(replace(shape, model=m.dense), costs, gpu)

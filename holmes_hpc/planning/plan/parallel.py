@@ -83,6 +83,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     distributed_optimizer: bool = True
     ep: Annotated[int, key("expert parallel", ge=1)] = 1
     cp_comm: Annotated[str, key("how ranks that share a sequence exchange it", one_of=("ring", "a2a"))] = "ring"
+    ep_comm: Annotated[str, key("how EP's ranks exchange tokens", one_of=("alltoall", "allgather"))] = "alltoall"
 
     @classmethod
     def uniform(cls, tp: int = 1, pp: int = 1, dp: int = 1, **settings: Any) -> Parallel:
@@ -198,7 +199,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     def settings(self) -> dict[str, Any]:
         """Return the fields other than `stages`, without those at their defaults that older versions lack."""
-        return {k: v for k, v in asdict(self).items() if k != "stages" and v != {"ep": 1, "cp_comm": "ring"}.get(k)}
+        return {k: v for k, v in asdict(self).items() if k != "stages" and v != _NEWER.get(k)}
 
     def __str__(self) -> str:
         if self.is_even:
@@ -206,6 +207,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
             chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
             rest = "".join(f", {k.upper()} {n}" for k in ("cp", "ep") if (n := getattr(self, k)) > 1)
             rest += ", all-to-all attention" if self.cp_comm == "a2a" else ""
+            rest += ", all-gathered tokens" if self.ep_comm == "allgather" else ""
             return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.replicas}{rest}{shares}"
         return f"PP {self.pp} of " + " + ".join(stage.sizes() for stage in self.stages)
 
@@ -252,6 +254,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return [list(islice(pipelines, n // (self.tp * self.pp))) for n in ranks]
 
 
+_NEWER = {"ep": 1, "cp_comm": "ring", "ep_comm": "alltoall"}  # fields that older versions lack, and their defaults
 _UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "cp")}
 _UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True, "cp_comm": "ring"}
 

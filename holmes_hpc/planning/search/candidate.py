@@ -161,6 +161,7 @@ class Evaluator:
             ep=ep,
             cp=batch.cp,
             cp_comm="a2a" if batch.all_to_all else "ring",
+            ep_comm=o.ep_comm if ep > 1 else "alltoall",
         )
         sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep
         return self.problem.layout(

@@ -2,6 +2,7 @@
 
 Each expert is on one rank as a whole (its tensor parallelism is 1). A rank computes its experts one after the other.
 On GPUs in bf16, it computes them together. An all-to-all in the `ep` group brings every token to its experts and back.
+With ``plan.ep_comm=allgather``, all ranks of the group get all tokens, and a reduce-scatter returns the summed results.
 """
 
 from __future__ import annotations
@@ -24,11 +25,23 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 
 from holmes_hpc.config.model import ModelSpec
 
-# Functions that exchange tokens, and before them their numbers. In these, ranks of an EP group wait for each other.
-EXCHANGES = ((mappings._AllToAll, "forward"), (token_dispatcher, "gather_from_sequence_parallel_region"))
+
+class _Gather(mappings._GatherFromSequenceParallelRegion):
+    """The all-gather of tokens, or of their numbers before an all-to-all."""
 
 
-def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
+class _Scatter(mappings._ReduceScatterToSequenceParallelRegion):
+    """The reduce-scatter of results behind an all-gather of tokens."""
+
+
+# Functions that exchange tokens, or their numbers. In these, ranks of an EP group wait for each other.
+EXCHANGES = (
+    (mappings._AllToAll, "forward"),
+    *((exchange, direction) for exchange in (_Gather, _Scatter) for direction in ("forward", "backward")),
+)
+
+
+def config_options(spec: ModelSpec, ep: int, ep_comm: str) -> dict[str, Any]:
     """Return the options of TransformerConfig for the experts of `spec`; none for a dense model."""
     experts = spec.experts
     if not experts.count:
@@ -52,7 +65,7 @@ def config_options(spec: ModelSpec, ep: int) -> dict[str, Any]:
         "moe_aux_loss_coeff": experts.balance,
         "moe_router_dtype": "fp32",
         "moe_layer_freq": [int(n >= experts.first_dense) for n in range(spec.layers)] if experts.first_dense else 1,
-        "moe_token_dispatcher_type": "alltoall",
+        "moe_token_dispatcher_type": ep_comm,
         "expert_model_parallel_size": ep,
         "expert_tensor_parallel_size": 1,
     }
@@ -105,10 +118,12 @@ class _Products(torch.autograd.Function):
         return F.grouped_mm(gradient, torch.stack(weights), offs=ends), None, *weight_gradients.unbind()
 
 
-def support_cpu() -> None:
-    """Make the router and the dispatcher work on CPUs and without Transformer Engine."""
+def prepare_dispatchers() -> None:
+    """Make the router and the dispatchers work on CPUs and without Transformer Engine, and call `EXCHANGES`."""
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)  # 0.16 reads it without defining it
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _to_cpu
+    token_dispatcher.gather_from_sequence_parallel_region = lambda tensor, group, **_: _Gather.apply(tensor, group)
+    token_dispatcher.reduce_scatter_to_sequence_parallel_region = lambda tensor, group: _Scatter.apply(tensor, group)
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -129,18 +144,24 @@ def forget_loss_scale() -> None:
 
 
 def time_exchanges(add: Callable[[float], None]) -> None:
-    """Call `add` with the seconds of every all-to-all, in forward and backward passes. The time starts after a barrier,
-    so that it does not include the wait for ranks that still compute."""
-    exchange = mappings._AllToAll.forward
+    """Call `add` with the seconds of every exchange of tokens, in forward and backward passes. The time starts after a
+    barrier, so that it does not include the wait for ranks that still compute."""
 
-    def timed_exchange(context: Any, group: dist.ProcessGroup, *arguments: Any) -> Any:
-        dist.barrier(group)
-        start = time.perf_counter()
-        output = exchange(context, group, *arguments)
-        add(time.perf_counter() - start)
-        return output
+    def timed(exchange: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_exchange(context: Any, *arguments: Any) -> Any:
+            if not any(torch.is_tensor(value) and value.is_floating_point() for value in arguments):
+                return exchange(context, *arguments)  # of numbers or maps of tokens
+            groups = (value for value in arguments if isinstance(value, dist.ProcessGroup))
+            dist.barrier(next(groups, None) or context.group)
+            start = time.perf_counter()
+            output = exchange(context, *arguments)
+            add(time.perf_counter() - start)
+            return output
 
-    mappings._AllToAll.forward = staticmethod(timed_exchange)
+        return timed_exchange
+
+    for exchange, direction in EXCHANGES:
+        setattr(exchange, direction, staticmethod(timed(getattr(exchange, direction))))
 
 
 class TokenCounter:

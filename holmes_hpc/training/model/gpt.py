@@ -65,7 +65,7 @@ def transformer_config(
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
     optional = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
-    optional |= experts.config_options(m, p.ep)
+    optional |= experts.config_options(m, p.ep, p.ep_comm)
     yarn = m.rope_scaling if m.rope_scaling is not None and m.rope_scaling.kind == "yarn" else None
     config = TransformerConfig(
         num_layers=m.layers,
@@ -150,7 +150,7 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
     """Build this rank's model chunks (several if interleaved) on `device`. Draw initial weights if `seed` is not None;
     otherwise a checkpoint must replace the weights."""
     megatron_versions.filter_logs()
-    experts.support_cpu()
+    experts.prepare_dispatchers()
     context_parallel.support_cpu()
     m, p = plan.model, plan.parallel
     vocabulary = m.padded_vocab(p.vocabulary_parts)

@@ -103,6 +103,23 @@ def test_all_to_all_bytes_cross_nodes_only_if_a_group_does(ep: int, nodes: int) 
     assert (experts.exchange_s(once, 0) < 0.8 * experts.exchange_s(layout, 0)).all()
 
 
+def test_an_all_gather_brings_every_token_to_all_ranks_of_a_ring() -> None:
+    made = plan(16, ep_comm="allgather")
+    layout = Layout.of(made, Costs())
+    sent = [(rank, amount) for group, rank, amount in sent_bytes(layout, layer_array(made)) if group.kind == "ep"]
+    assert sorted(rank for rank, _ in sent) == [0, 8, 16, 24]  # one rank of each node sends to the other node
+    # 15 x 1024 tokens in half precision, probabilities, their map; results in fp32; forward and backward, in 4 layers
+    token = 2 * 1024 + 4 * 16 + 4 * 1024
+    assert {amount for _, amount in sent} == {4 * 8 * 15 * 1024 * (2 * token + 16)}
+    again = Layout.of(plan(16, ep_comm="allgather", recompute="full"), Costs())
+    (more,) = {amount for group, _, amount in sent_bytes(again, layer_array(made)) if group.kind == "ep"}
+    assert more == 4 * 8 * 15 * 1024 * (3 * token + 2 * 16)
+    assert (experts.exchange_s(layout, 0) > experts.exchange_s(Layout.of(plan(16), Costs()), 0)).all()
+    assert plan(1, ep_comm="allgather").parallel.ep_comm == "alltoall"  # without an exchange
+    buffers = [memory(Layout.of(p, Costs()), layer_array(p)).buffers for p in (made, plan(16))]
+    assert (buffers[0] - buffers[1]).tolist() == [[16 * 1024 * 1024 * (2 + 4), 0]]  # not beside the logits
+
+
 def test_no_byte_of_experts_crosses_fabrics() -> None:
     ethernet = [predict(made, Costs()).nic_bytes_per_step["ethernet"] for made in (plan(1), plan(16))]
     assert ethernet[0] == ethernet[1] > 0

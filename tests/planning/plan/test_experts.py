@@ -22,6 +22,10 @@ def test_a_plan_with_experts_is_read_back(tmp_path: Any) -> None:
     plan = spawn.plan(pp=2, dp=2, model=MODEL, ep=2)
     plan.write(tmp_path / "plan.yaml")
     assert Plan.read(tmp_path / "plan.yaml") == plan
+    assert "ep_comm" not in plan.to_yaml()  # which older versions lack
+    gathered = spawn.plan(pp=2, dp=2, model=MODEL, ep=2, ep_comm="allgather")
+    assert Plan.from_dict(yaml.safe_load(gathered.to_yaml())) == gathered
+    assert "EP 2, all-gathered tokens" in str(gathered.parallel) and gathered.id != plan.id
     assert "EP 2" in str(plan.parallel) and plan.id != spawn.plan(pp=2, dp=2, model=MODEL).id
 
 

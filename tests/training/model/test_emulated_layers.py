@@ -186,19 +186,21 @@ def test_on_a_gpu_only_the_current_stream_is_synchronized(monkeypatch: pytest.Mo
 
 def test_an_exchange_of_experts_adds_to_the_time_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    calls = SimpleNamespace(forward=lambda _context, _group, seconds: clock.pass_(seconds))
-    monkeypatch.setattr(experts.mappings, "_AllToAll", calls)
+    calls = SimpleNamespace(forward=lambda _context, _tokens, seconds: clock.pass_(seconds))
+    monkeypatch.setattr(experts, "EXCHANGES", ((calls, "forward"),))
+    context, numbers = SimpleNamespace(group="ep"), torch.ones(4, dtype=torch.int64)  # their exchange adds no time
     monkeypatch.setattr("torch.distributed.barrier", lambda _group: clock.pass_(0.001))  # hidden in the layer's time
 
     class Exchange(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            calls.forward(None, None, 0.004)
+            calls.forward(context, numbers, 0.002)
+            calls.forward(context, x, 0.004)
             return x * 1
 
         @staticmethod
         def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            calls.forward(None, None, 0.007)
+            calls.forward(context, gradient, 0.007)
             return gradient
 
     layer, timers = Layer(clock, 0.001, 0.002), Timers()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import one_process
 import pytest
-from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.moe import token_dispatcher
 
 from holmes_hpc.training.model import experts
 
@@ -71,7 +71,14 @@ def test_products_together_equal_one_expert_after_the_other(tmp_path: Path) -> N
 
 
 def test_all_exchanges_of_the_dispatcher_are_timed() -> None:
-    """In a forward pass, ranks first wait for each other's numbers of tokens."""
-    (_, _), (module, gather) = experts.EXCHANGES
-    assert vars(module)[gather] is MoEAlltoAllTokenDispatcher.preprocess.__globals__[gather]
-    assert f"{gather}(" in inspect.getsource(MoEAlltoAllTokenDispatcher.preprocess)
+    """In a forward pass, ranks first wait for each other's numbers of tokens, or their map."""
+    experts.prepare_dispatchers()
+    gather, scatter = (f"{name}_sequence_parallel_region" for name in ("gather_from", "reduce_scatter_to"))
+    names = vars(token_dispatcher)
+    all_to_all, all_gather = (names[f"MoE{name}TokenDispatcher"] for name in ("AlltoAll", "AllGather"))
+    assert f"{gather}(" in inspect.getsource(all_to_all.preprocess)
+    assert f"{gather}(" in inspect.getsource(all_gather.token_dispatch)
+    assert f"{scatter}(" in inspect.getsource(all_gather.token_combine)
+    for name, exchange in ((gather, experts._Gather), (scatter, experts._Scatter)):
+        assert names[name].__globals__ is vars(experts)  # replaced by one that calls the timed class
+        assert {(exchange, "forward"), (exchange, "backward")} <= set(experts.EXCHANGES)
