@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import spawn
 import thorough
@@ -69,10 +70,9 @@ def by_heads(name: str, comm: str) -> dict[str, Any]:
     return {**layout, "cp_comm": comm, "model": replace(layout.get("model", MODEL), heads=8, kv_heads=4)}
 
 
-def largest_differences(ended: spawn.FinishedRun, expected: spawn.FinishedRun) -> dict[str, float]:
-    """Return the largest relative differences between two runs: of a step's loss, and of its gradient norm."""
-    pairs = {name: zip(ended.column(name), expected.column(name), strict=True) for name in ("loss", "grad_norm")}
-    return {name: max(abs(value / other - 1) for value, other in pairs[name]) for name in pairs}
+def differences(ended: spawn.FinishedRun, expected: spawn.FinishedRun) -> dict[str, Any]:
+    """Return the relative differences between two runs: of every step's loss, and of its gradient norm."""
+    return {name: np.abs(np.divide(ended.column(name), expected.column(name)) - 1) for name in ("loss", "grad_norm")}
 
 
 @pytest.fixture(scope="module")
@@ -109,24 +109,26 @@ def test_thirty_steps_have_the_losses_and_norms_of_one_process(
 ) -> None:
     layout = by_heads(name, comm)
     expected = one_process(layout["model"], steps=30)
-    differences = largest_differences(train(tmp_path / "run", layout, steps=30), expected)
-    print(f"{name}, {comm}: " + ", ".join(f"{column} {value:.1e}" for column, value in differences.items()))
-    assert differences["loss"] < 1e-5 and differences["grad_norm"] < 1e-4
+    steps = differences(train(tmp_path / "run", layout, steps=30), expected)
+    print(f"{name}, {comm}: " + ", ".join(f"{column} {values.max():.1e}" for column, values in steps.items()))
+    assert steps["loss"].max() < 1e-5 and steps["grad_norm"].max() < 1e-4
 
 
 @pytest.mark.integration
-@pytest.mark.thorough
-@pytest.mark.parametrize("comm", ["ring", "a2a"])
-@pytest.mark.parametrize("name", ["CP 2", "CP 4"])
+@pytest.mark.parametrize("steps", thorough.all_but([10, 30], 10))
+@pytest.mark.parametrize("case", thorough.all_but(["CP 2, ring", "CP 2, a2a", "CP 4, ring", "CP 4, a2a"], "CP 2, ring"))
 def test_parts_in_bf16_differ_no_more_than_bf16_from_fp32(
-    name: str, comm: str, one_process: Any, tmp_path: Path
+    case: str, steps: int, one_process: Any, tmp_path: Path
 ) -> None:
-    layout = by_heads(name, comm)
-    whole, exact = (one_process(layout["model"], steps=30, dtype=dtype) for dtype in ("bf16", "fp32"))
-    differences = largest_differences(train(tmp_path / "run", layout, steps=30, dtype="bf16"), whole)
-    noise = largest_differences(whole, exact)
-    print(f"{name}, {comm}: " + ", ".join(f"{k} {v:.1e} (noise {noise[k]:.1e})" for k, v in differences.items()))
-    assert all(differences[column] <= noise[column] for column in noise)
+    """In the root mean square over the steps. After 30 steps also in the largest one; ten have too few for that."""
+    layout = by_heads(*case.split(", "))
+    whole, exact = (one_process(layout["model"], steps=steps, dtype=dtype) for dtype in ("bf16", "fp32"))
+    parts = differences(train(tmp_path / "run", layout, steps=steps, dtype="bf16"), whole)
+    for column, noise in differences(whole, exact).items():
+        typical, limit = (float(np.sqrt(np.mean(np.square(values)))) for values in (parts[column], noise))
+        text = f"{typical:.1e} (noise {limit:.1e}), at most {parts[column].max():.1e} (noise {noise.max():.1e})"
+        print(f"{case}, {steps} steps: {column} {text}")
+        assert typical <= limit and (steps < 30 or parts[column].max() <= noise.max())
 
 
 @pytest.mark.integration
