@@ -21,7 +21,7 @@ from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
-from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, Effort, Variant, conflicting_option, variants
+from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, conflicting_option, variants
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
     LONG_SEQUENCE,
@@ -128,7 +128,7 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
         effort = QUICK
         options = replace(options, search_micro_size=False)
         problem = problem._replace(batch=uniform[0].layout.batch, options=options)
-    for variant in _variants(problem, clock, max_s, effort):
+    for variant in variants(problem, clock, max_s, effort):
         if variant.seconds >= max_s:
             return None
         try:
@@ -141,20 +141,6 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
         ]
         return replace(plan, assumptions=(*plan.assumptions, *notes))
     return None
-
-
-def _variants(problem: Problem, clock: Clock, max_s: float, effort: Effort) -> list[Variant]:
-    """Return the variants on the site and, if the best one uses only some fabrics, those of a search on these.
-    The number of passes to simulate is limited, so a search on fewer fabrics tries more shapes."""
-    found = variants(problem, clock, max_s, effort)
-    if not found or clock.is_over():
-        return found
-    used = {found[0].layout.pool(component).fabric_name for component in found[0].layout.components}
-    pools = [pool for pool in problem.site.pools if pool.fabric_name in used]
-    if len(pools) < len(problem.site.pools):
-        on_used = problem._replace(site=problem.site.restricted_to(pools))
-        found += variants(on_used, clock, min(max_s, found[0].seconds), effort)
-    return sorted(found, key=lambda variant: variant.seconds)
 
 
 def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:

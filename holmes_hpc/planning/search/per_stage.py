@@ -100,7 +100,23 @@ class Variant(Solution):
 
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
-    The list is empty if no shape that fits in memory promises a step below `max_s` seconds."""
+
+    If the best one uses only some fabrics, these are searched again: the number of passes to simulate is limited, so a
+    search on fewer fabrics tries more shapes. The list is empty if no shape that fits in memory promises a step below
+    `max_s` seconds."""
+    found = _search(problem, clock, max_s, effort)
+    if not found or clock.is_over():
+        return found
+    used = {found[0].layout.pool(component).fabric_name for component in found[0].layout.components}
+    pools = [pool for pool in problem.site.pools if pool.fabric_name in used]
+    if len(pools) < len(problem.site.pools):
+        on_used = problem._replace(site=problem.site.restricted_to(pools))
+        found += _search(on_used, clock, min(max_s, found[0].seconds), effort)
+    return sorted(found, key=lambda variant: variant.seconds)
+
+
+def _search(problem: Problem, clock: Clock, max_s: float, effort: Effort) -> list[Variant]:
+    """Return the variants of one search."""
     options, available = problem.options, available_pools(problem.site, problem.options)
     simulated, tried, passes = list[Variant](), set[Shape](), 0
 

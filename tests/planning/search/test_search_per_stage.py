@@ -78,12 +78,13 @@ def test_unequal_true_conflicts_with_options_that_exclude_it(key: str, value: ob
 
 def test_the_fabrics_of_the_best_plan_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[list[str]] = []
+    search = per_stage._search
 
-    def variants(problem: Any, *arguments: Any) -> Any:
+    def noted(problem: Any, *arguments: Any) -> Any:
         searched.append([pool.name for pool in problem.site.pools])
-        return per_stage.variants(problem, *arguments)
+        return search(problem, *arguments)
 
-    monkeypatch.setattr(best, "variants", variants)
+    monkeypatch.setattr(per_stage, "_search", noted)
     monkeypatch.setattr(best, "QUICK", per_stage.Effort(2_000, neighbours=0, refinement=0, per_variant=0))
     far = replace(UNEVEN.pools[0], name="far", nodes=1, ethernet_gbps=0.1)
     best_plan(SMALL, Batch(60, 1, 1024), replace(UNEVEN, pools=(*UNEVEN.pools, far)), PlanOptions(), Costs())
