@@ -9,7 +9,7 @@ from typing import Any
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, counted, rounded
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.predict import kind_tflops, stage_breakdown_of, step_time_s
+from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of, step_time_s
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.layout_text import layout_texts, optimizer_text, placements
 from holmes_hpc.planning.plan.parallel import abbreviated
@@ -221,6 +221,7 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
         ),
         *_stage_parts(plan, predicted, costs),
         f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit}",
+        *_exchange(plan, predicted, costs),
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
         f"Other settings: {optimizer_text(plan)}.",
     ]
@@ -290,6 +291,23 @@ def _longest_part(predicted: Predicted) -> str:
     return text if is_short else f"{text} Another {wait_share:.0%} is {_with_remedy(wait)}."
 
 
+def _exchange(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
+    """Return the line on exchanges of tokens over NICs, which are part of computing. Empty if they take under 1%."""
+    p = plan.parallel
+    sizes = {"EP": p.ep, "CP": max(map(p.cp_of, range(p.pp)))}
+    names = " and ".join(name for name, size in sizes.items() if size > 1)
+    if not names:
+        return []
+    rates = {"rdma_gbps": 1e6, "ethernet_gbps": 1e6}
+    pools = (replace(f, **{k: v for k, v in rates.items() if getattr(f, k)}) for f in plan.site.pools)
+    unlimited = predict(replace(plan, site=replace(plan.site, pools=tuple(pools), links=())), costs)
+    seconds = predicted.breakdown["compute_s"] - unlimited.breakdown["compute_s"]
+    if seconds < 0.01 * predicted.step_time_s:
+        return []
+    advice = "faster RDMA or groups on fewer nodes help"
+    return [f"Of the compute, {rounded(seconds)} s is waiting for exchanges of {names} over NICs ({advice})."]
+
+
 def _with_remedy(part: str) -> str:
     return f"{PART_NAMES[part]} ({_REMEDIES[part]})" if part in _REMEDIES else PART_NAMES[part]
 
@@ -305,13 +323,11 @@ def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[
         return predicted.step_time_s / step_time_s(replace(plan, site=site), costs) - 1
 
     larger = replace(plan, batch=replace(plan.batch, global_size=2 * plan.batch.global_size))
+    rdma = [c.pool for c in plan.components if plan.site.pool(c.pool).rdma_gbps is not None]
     gains = [
         (gain_of_faster("ethernet_gbps", *(f.name for f in plan.site.pools)), "Ethernet twice as fast"),
-        *(
-            (gain_of_faster("rdma_gbps", c.pool), f"RDMA of {c.pool} twice as fast")
-            for c in plan.components
-            if plan.site.pool(c.pool).rdma_gbps is not None
-        ),
+        *((gain_of_faster("rdma_gbps", pool), f"RDMA of {pool} twice as fast") for pool in rdma),
+        *([(gain_of_faster("rdma_gbps", *rdma), "all RDMA twice as fast")] if len(rdma) > 1 else []),
         (2 * predicted.step_time_s / step_time_s(larger, costs) - 1, "a global batch twice as large"),
         *_more_nodes(plan, predicted, costs),
     ]
@@ -323,7 +339,17 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
     if plan.is_per_stage and not p.is_even:  # more nodes would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
-    kept = ("tp", "pp", "cp", "cp_comm", "ep_comm", "virtual_stages", "sequence_parallel", "distributed_optimizer")
+    kept = (
+        "tp",
+        "pp",
+        "cp",
+        "cp_comm",
+        "ep",
+        "ep_comm",
+        "virtual_stages",
+        "sequence_parallel",
+        "distributed_optimizer",
+    )
     options = PlanOptions(
         strategy=plan.strategy,
         nodes={c.pool: 2 * c.nodes for c in plan.components},

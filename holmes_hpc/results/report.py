@@ -159,6 +159,8 @@ def _one_run_answer(run: dict[str, Any], plan: dict[str, Any]) -> list[str]:
     planned_s = mapping(mapping(plan.get("predicted")).get("breakdown")).get("compute_s")
     if planned_s and has_value(run.get("pace_layer_ms")) and parts.get("compute_s", 0.0) > SLOW * planned_s:
         cause = "this machine is busy, or slower than train.pace_layer_ms, so the step time says little"
+        if any(mapping(plan.get("parallel")).get(size, 1) > 1 for size in ("cp", "ep")):
+            cause = f"exchanges of tokens take longer than planned, or {cause}"
         sentences.append(f"Emulated compute took {parts['compute_s'] / planned_s:.2f} times the planned time: {cause}.")
     if parts and run["step_time_s"]:
         largest = sorted(parts, key=lambda part: -parts[part])[:2]

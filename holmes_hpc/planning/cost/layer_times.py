@@ -57,9 +57,9 @@ class LayerShape:
         return self.tp if self.sequence_parallel else 1
 
     def expert_load(self, imbalance: float) -> float:
-        """Return the experts' tokens on the busiest rank, divided by the mean. Capacity limits them.
+        """Return the experts' tokens on the busiest rank, divided by the mean: at most EP and, with a capacity, this.
         `imbalance`: ``software.expert_imbalance``."""
-        return min(imbalance, max(1.0, self.model.experts.capacity or imbalance)) if self.ep > 1 else 1.0
+        return min(imbalance, self.ep, max(1.0, self.model.experts.capacity or imbalance))
 
 
 def key_value_bytes(model: ModelSpec, tokens: int, tp: int, element: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ from holmes_hpc.planning.cost.predict import kind_tflops, layer_array, predict
 from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
 
 SITE = two_clusters(2)  # two fabrics of two nodes with eight GPUs
@@ -296,5 +298,14 @@ def test_unequal_tokens_lengthen_products_and_exchanges_and_take_memory(
     )
     assert (seconds[1] > seconds[0]) == (bytes_held[1] > bytes_held[0]) == (load > 1)
     assert LayerShape(made.model, made.batch, ep=ep).expert_load(1.5) == load
+    assert LayerShape(MODEL, BATCH, ep=ep).expert_load(1000) == ep  # one rank gets all tokens
     steps = [predict(made, costs).step_time_s for costs in (equal, unequal)]
     assert (steps[1] > steps[0]) == (load > 1)
+
+
+def test_the_advice_knows_exchanges_between_nodes_and_keeps_ep() -> None:
+    between, inside = ("\n".join(explain(plan(ep), Costs(), width=300)) for ep in (16, 8))
+    assert "is waiting for exchanges of EP over NICs" in between and "exchanges of EP" not in inside
+    assert "all RDMA twice as fast" in between
+    (gain,) = re.findall(r"([+-][\d.]+)% samples/s  twice the nodes", between)
+    assert 50 < float(gain) < 105

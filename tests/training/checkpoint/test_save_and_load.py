@@ -375,4 +375,5 @@ def test_checkpoints_load_into_a_sharded_optimizer_and_one_that_is_not(dtype: st
         assert set(other.codes) == {0}, other.output
         expected = {step: losses(whole[i])[step][0] for step in (3, 4, 5)}
         # the norms' sums have another order; without the moments, step 5 would differ by several percent
-        assert {step: loss for step, (loss, _) in losses(other).items()} == pytest.approx(expected, rel=1e-6)
+        rounding = 1e-6 if dtype == "fp32" else 1e-4
+        assert {step: loss for step, (loss, _) in losses(other).items()} == pytest.approx(expected, rel=rounding)
