@@ -298,8 +298,7 @@ def _exchange(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     names = " and ".join(name for name, size in sizes.items() if size > 1)
     if not names:
         return []
-    rates = {"rdma_gbps": 1e6, "ethernet_gbps": 1e6}
-    pools = (replace(f, **{k: v for k, v in rates.items() if getattr(f, k)}) for f in plan.site.pools)
+    pools = (replace(f, rdma_gbps=f.rdma_gbps and 1e6, ethernet_gbps=1e6) for f in plan.site.pools)
     unlimited = predict(replace(plan, site=replace(plan.site, pools=tuple(pools), links=())), costs)
     seconds = predicted.breakdown["compute_s"] - unlimited.breakdown["compute_s"]
     if seconds < 0.01 * predicted.step_time_s:
