@@ -41,6 +41,7 @@ class Flag:
         if self.key in GROUPS:
             return f"{self.key}: a name, see `holmes {self.key}s`"
         text, default = self._declared.spec.help, self._declared.default
+        text = text.replace("auto:", "default:") if self.type in (int, bool) else text  # these cannot be `auto`
         allowed_values = allowed(self._declared).removeprefix("use ").removesuffix(", null or auto")
         is_elsewhere = self.key.startswith("model.") or "default:" in text  # models differ
         has_one_default = isinstance(default, bool | int | float) and not is_elsewhere
