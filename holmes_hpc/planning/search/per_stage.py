@@ -109,7 +109,7 @@ def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOR
         return found
     used = {found[0].layout.pool(component).fabric_name for component in found[0].layout.components}
     pools = [pool for pool in problem.site.pools if pool.fabric_name in used]
-    if len(pools) < len(problem.site.pools):
+    if len(pools) < len(problem.site.pools) and not problem.options.nodes:
         on_used = problem._replace(site=problem.site.restricted_to(pools))
         found += _search(on_used, clock, min(max_s, found[0].seconds), effort)
     return sorted(found, key=lambda variant: variant.seconds)

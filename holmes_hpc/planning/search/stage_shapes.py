@@ -71,7 +71,9 @@ class Shape:
         return self._with_stages(neighbours(self.stages))
 
     def on_other_pools(self) -> "list[Shape]":
-        """Return the shapes on one pool fewer or one more, the shortest estimate first."""
+        """Return the shapes on one pool fewer or one more, the shortest estimate first. Empty with `plan.nodes`."""
+        if any(available.is_fixed for available in self.estimator.available):
+            return []
         return self._with_stages(other_pools(self.stages, self.estimator.single_stages()))
 
     def _with_stages(self, lists: Iterable[Stages]) -> "list[Shape]":

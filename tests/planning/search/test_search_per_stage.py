@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import planner_per_stage
+import planner_regret
 import pytest
 
 from holmes_hpc.config.model import Batch, ModelSpec
@@ -87,6 +88,14 @@ def test_the_fabrics_of_the_best_plan_are_searched_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(per_stage, "_search", noted)
     monkeypatch.setattr(best, "QUICK", per_stage.Effort(2_000, neighbours=0, refinement=0, per_variant=0))
     far = replace(UNEVEN.pools[0], name="far", nodes=1, ethernet_gbps=0.1)
-    best_plan(SMALL, Batch(60, 1, 1024), replace(UNEVEN, pools=(*UNEVEN.pools, far)), PlanOptions(), Costs())
+    site = replace(UNEVEN, pools=(*UNEVEN.pools, far))
+    best_plan(SMALL, Batch(60, 1, 1024), site, PlanOptions(), Costs())
     best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
     assert searched == [["ib-a", "roce-a", "far"], ["ib-a", "roce-a"], ["ib-a", "roce-a"]]
+
+
+def test_named_nodes_are_all_used_even_if_fewer_are_faster() -> None:
+    model, batch, site = planner_regret.draw_problem(35)
+    nodes = {"f0-2": 1, "f3-0": 2}
+    plan = best_plan(model, batch, site, PlanOptions(nodes=nodes), Costs())
+    assert {c.pool: c.nodes for c in plan.components} == nodes

@@ -13,7 +13,7 @@ import spawn
 import thorough
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan, Schedule
 
 BATCH = replace(spawn.BATCH, global_size=8)
 STEPS = {"steps": 3}
@@ -41,6 +41,18 @@ def test_zero_bubble_has_the_results_of_1f1b_bit_for_bit(name: str, tmp_path: Pa
     lags = {"in_flight": in_flight, "deferred": deferred, "final": final}
     plan = spawn.plan(**layout, batch=BATCH, schedule="zero_bubble", **lags)
     split = spawn.train(tmp_path / "split", plan, settings)
+    assert set(plain.codes) == set(split.codes) == {0}, split.output
+    assert split.column("loss") == plain.column("loss") and split.column("grad_norm") == plain.column("grad_norm")
+
+
+@pytest.mark.integration
+@pytest.mark.thorough
+def test_hierarchical_plans_have_the_results_of_1f1b_bit_for_bit(tmp_path: Path) -> None:
+    plans = [
+        replace(spawn.shared(2, [1, 1], batch=BATCH), schedule=schedule)
+        for schedule in (Schedule("1f1b", (2, 1)), Schedule("zero_bubble", (3, 1), (2, 1), (2, 1)))
+    ]
+    plain, split = (spawn.train(tmp_path / p.schedule.kind, p, {"train": STEPS}) for p in plans)
     assert set(plain.codes) == set(split.codes) == {0}, split.output
     assert split.column("loss") == plain.column("loss") and split.column("grad_norm") == plain.column("grad_norm")
 
