@@ -1,9 +1,9 @@
-"""Compare predicted and measured step times of mixtures of experts on the testbed: eight cells, after one calibration.
+"""Compare predicted and measured step times of mixtures of experts on the testbed: twelve cells, one calibration.
 
     holmes testbed up; eval "$(holmes testbed env)"
     python benchmarks/expert_times.py [--steps 8] [--root runs/expert-times]
 
-A cell has one of two sizes, top 1 or 2, and EP 1 or 2 inside each of two fabrics of two nodes, PP 2. `holmes calibrate`
+A cell has one of three sizes, top 1 or 2, and EP 1 or 2 inside each of two fabrics of two nodes, PP 2. `calibrate`
 runs once, with a dense model. All plans and predictions are written before any run starts. Medians of the steps after
 the first two. A restart skips finished runs.
 """

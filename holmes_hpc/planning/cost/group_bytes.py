@@ -93,7 +93,7 @@ def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tupl
 def _tensor_share(p: Parallel, group: Group) -> float:
     """Return the share of the first rank's part of a tensor that the second rank of the edge receives."""
     (upper, _, i), (lower, _, j) = (p.coordinates(rank) for rank in group.ranks)
-    if upper > lower:  # the wrap-around edge of virtual stages, whose stages are equal
+    if p.is_even:
         return 1.0
     exchanged = p.exchanged_rows(upper, lower)
     of_part = [rows for (part, _), rows in exchanged.items() if part == i]

@@ -64,7 +64,7 @@ class Solution:
 
 def timed(solution: S, passes: int = ACCURATE, **changes: Any) -> S:
     """Return a solution with its `changes` and its simulated step time. `passes`: as in :func:`step_s`."""
-    changed = replace(solution, **changes)
+    changed = replace(solution, **changes) if changes else solution
     return replace(changed, seconds=float(step_s(changed.layout, changed.layers, passes)[0]))
 
 
