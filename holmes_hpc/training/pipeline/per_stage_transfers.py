@@ -60,11 +60,8 @@ def build_per_stage_edges(
     split_channels = defaultdict[tuple[str, int], SplitChannel](SplitChannel)
     for role, peer, channel in connect_edges(plan, new_group, rank, config.pipeline_dtype, device):
         peer_stage, peer_replica, peer_part = p.coordinates(peer)
-        is_upper = stage < peer_stage
-        stages, parts = (
-            ((stage, peer_stage), (part, peer_part)) if is_upper else ((peer_stage, stage), (peer_part, part))
-        )
-        rows = p.exchanged_rows(*stages, plan.batch.sequence_length)[parts]
-        pieces = [(channel, above if is_upper else below) for above, below in rows]
+        upper, lower = sorted([(stage, part), (peer_stage, peer_part)])
+        rows = p.exchanged_rows(upper[0], lower[0], plan.batch.sequence_length)[upper[1], lower[1]]
+        pieces = [(channel, above if stage < peer_stage else below) for above, below in rows]
         split_channels[role, order.row(peer_stage, peer_replica)].pieces += pieces
     return PerStageEdges(pp_group, order.row(stage, replica), device, dict(split_channels))
