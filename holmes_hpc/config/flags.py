@@ -95,8 +95,8 @@ _NAMES = {  # options whose name differs from their key's
 _GROUP_KEYS = {
     "model": "layers hidden heads vocab ffn kv_heads head_dim dropout swiglu rmsnorm rope tied bias",
     "batch": "global_size micro_size sequence_length",
-    "plan": "strategy nodes gpus_per_node tp pp dp cp ep virtual_stages layers_per_stage recompute schedule transport "
-    "sequence_parallel distributed_optimizer",
+    "plan": "strategy nodes gpus_per_node tp pp dp cp ep etp virtual_stages layers_per_stage recompute schedule "
+    "transport sequence_parallel distributed_optimizer",
     "train": "steps dtype grad_dtype overlap_grad_reduce overlap_param_gather pace_layer_ms",
 }
 _KEYS = ["site_file", "model", *(f"{g}.{k}" for g, names in _GROUP_KEYS.items() for k in names.split()), "calibration"]

@@ -212,8 +212,6 @@ def _experts(a: _Values) -> dict[str, Any]:
     over the tensor-parallel ranks, and does not balance the experts' loads."""
     if a.number("num-experts", 1) <= 1:
         return {}
-    if a.number("tensor-model-parallel-size", 1) > 1 and not a.has("expert-tensor-parallel-size"):
-        raise _error("experts that TP splits cannot be predicted", "use --expert-tensor-parallel-size 1")
     sigmoid = a.text("moe-router-score-function", "softmax", "sigmoid") == "sigmoid"
     has_bias = a.has("moe-router-enable-expert-bias")
     keys: dict[str, Any] = {
@@ -226,7 +224,11 @@ def _experts(a: _Values) -> dict[str, Any]:
             number = a.fraction(name, 0.0)
             keys[key] = int(number) if number.is_integer() else number
     is_gather = a.text("moe-token-dispatcher-type", "allgather", "alltoall", "flex") == "allgather"
-    dispatcher = {"plan.ep_comm": "allgather" if is_gather else "alltoall"}
+    etp = a.number("expert-tensor-parallel-size", a.number("tensor-model-parallel-size", 1))
+    if etp > 1 and not is_gather:
+        hint = "use --expert-tensor-parallel-size 1, or --moe-token-dispatcher-type allgather"
+        raise _error("experts that TP splits are predicted only with all-gathered tokens", hint)
+    dispatcher = {"plan.ep_comm": "allgather" if is_gather else "alltoall", "plan.etp": etp}
     return {f"model.experts.{key}": value for key, value in keys.items()} | dispatcher
 
 

@@ -55,6 +55,7 @@ class PlanOptions(Checked, where="plan", dotted=True):
     cp_comm: Annotated[str, key("CP's attention: ring, or all-to-all (a2a)", one_of=("auto", "ring", "a2a"))] = "auto"
     ep: Annotated[int | None, key("expert-parallel size in a stage; auto: the planner chooses", ge=1, auto=True)] = None
     ep_comm: Annotated[str, key("how EP's ranks exchange tokens", one_of=("alltoall", "allgather"))] = "alltoall"
+    etp: Annotated[int | None, key("expert tensor-parallel size; auto: 1 with alltoall", ge=1, auto=True)] = None
     virtual_stages: Annotated[int | None, key("model chunks per pipeline rank; 1: not interleaved", ge=1)] = None
     layers_per_stage: Annotated[tuple[int, ...] | None, key("[26, 22]; null: see plan.partition", ge=1)] = None
     partition: Annotated[

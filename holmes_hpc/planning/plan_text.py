@@ -294,7 +294,7 @@ def _longest_part(predicted: Predicted) -> str:
 def _exchange(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     """Return the line on exchanges of tokens over NICs, which are part of computing. Empty if they take under 1%."""
     p = plan.parallel
-    sizes = {"EP": p.ep, "CP": max(map(p.cp_of, range(p.pp)))}
+    sizes = {"EP": p.ep, "ETP": p.etp, "CP": max(map(p.cp_of, range(p.pp)))}
     names = " and ".join(name for name, size in sizes.items() if size > 1)
     if not names:
         return []
@@ -345,6 +345,7 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
         "cp_comm",
         "ep",
         "ep_comm",
+        "etp",
         "virtual_stages",
         "sequence_parallel",
         "distributed_optimizer",
@@ -389,7 +390,7 @@ def _too_close(plan: Plan) -> list[str]:
     if not near:
         return []
     p, nodes = near[0]["parallel"], ", ".join(f"{f}: {n}" for f, n in near[0]["nodes"].items())
-    sizes = " ".join(f"plan.{name}={p[name]}" for name in ("tp", "pp", "dp", "ep") if name in p)
+    sizes = " ".join(f"plan.{name}={p[name]}" for name in ("tp", "pp", "dp", "ep", "etp") if name in p)
     return [
         f"A runner-up less than {TOO_CLOSE:.0%} slower is too close to call. Measure 20 steps of each:"
         f" `holmes run … train.steps=20`, and again with {sizes}"

@@ -249,7 +249,7 @@ def calibration_config(config: Configuration) -> Configuration:
     used = [f for f in pools if not nodes or f.name in nodes]
     ranks = [(nodes.get(f.name) or f.nodes) * (plan.gpus_per_node or f.gpus_per_node) for f in used]
     # A calibration measures one TP size, so all stages get that TP. It measures no all-to-alls of experts: EP is 1.
-    plan = replace(plan, unequal="false", ep=1)
+    plan = replace(plan, unequal="false", ep=1, etp=1)
     if len(used) > 1 and plan.strategy == "auto":
         plan = replace(plan, strategy="pipeline")
     if plan.pp is None and plan.strategy == "pipeline" and len(set(ranks)) == 1:

@@ -207,7 +207,7 @@ def _fp8_sizes(plan: Plan, rank: int) -> dict[str, int]:
     return {
         "tokens of a micro-batch": plan.parts.micro_size * plan.parts.sequence_length,
         "model.hidden": m.hidden,
-        **({"width of an expert": m.ffn_width} if m.experts.count else {}),
+        **({"width of an expert": m.ffn_width // plan.parallel.etp} if m.experts.count else {}),
         **({"model.ffn on a rank": m.ffn // tp} if m.experts.first_dense else {}),
         f"model.{'experts.shared' if m.experts.count else 'ffn'} on a rank": m.tp_ffn // tp,
         "width of the queries on a rank": m.query_width // tp,

@@ -112,10 +112,19 @@ def test_a_file_of_the_functional_tests(tmp_path: Path) -> None:
     assert a.approximated == ("--rampup-batch-size (the full batch)",) and "--save ${CHECKPOINT}" in a.ignored
 
 
+def test_tp_splits_experts_by_default_as_in_megatron() -> None:
+    words = "--num-experts 8 --tensor-model-parallel-size 2 --moe-token-dispatcher-type allgather"
+    assert read(words).keys["plan.etp"] == 2
+    assert read(f"{words} --expert-tensor-parallel-size 4").keys["plan.etp"] == 4
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--num-experts 8 --tensor-model-parallel-size 2", "use --expert-tensor-parallel-size 1"),
+        (
+            "--num-experts 8 --tensor-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+            "use --expert-tensor-parallel-size 1",
+        ),
         ("--num-experts 8 --moe-layer-freq ([0]*3+[1]*58)", "model.experts.first_dense"),
         ("--multi-latent-attention", "not modelled"),
         ("--num-distributed-optimizer-instances 2", "several instances"),

@@ -30,6 +30,7 @@ WORDS = {
     "num_experts": "model.experts.KEY=…",
     "expert_model_parallel_size": "'plan.ep'",
     "context_parallel": "plan.cp",
+    "expert_tensor_parallel_size": "'plan.etp'",
     "train.learning_rate": "'train.lr'",
     "per_device_train_batch_size": "'batch.micro_size'",
     "gradient_accumulation_steps": "batch.global_size=N",

@@ -40,6 +40,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 2 without overlap": {"dp": 2, "ep": 2},
     "EP 2 without distributed optimizer": {"dp": 2, "ep": 2, "distributed_optimizer": False},
     "EP 2 with full recomputation": {"dp": 2, "ep": 2, "recompute": "full"},
+    "PP 2 x ETP 2": {"pp": 2, "dp": 2, "etp": 2, "ep_comm": "allgather"},
+    "EP 2 x ETP 2 of TP 2": {"tp": 2, "dp": 2, "ep": 2, "etp": 2, "ep_comm": "allgather", "sequence_parallel": True},
+    "ETP 2 of DP 4": {"dp": 4, "etp": 2, "ep_comm": "allgather"},
+    "ETP 2 of TP 2": {"tp": 2, "etp": 2, "ep_comm": "allgather", "sequence_parallel": True},
 }
 
 
@@ -199,7 +203,7 @@ def test_a_checkpoint_with_experts_moves_between_layouts(one_process: spawn.Fini
     """The checkpoint of EP 2 after two steps continues with the losses of the run without an interruption."""
     train(tmp_path / "saved", LAYOUTS["EP 2"], steps=2, checkpoint_interval=2, lr_decay_steps=4)
     saved = tmp_path / "saved" / "checkpoints" / "step-00000002"
-    for name in ("EP 1", "PP 2 x EP 2"):
+    for name in ("EP 1", "PP 2 x EP 2", "PP 2 x ETP 2"):
         plan = spawn.plan(model=MODEL, **LAYOUTS[name])
         ended = spawn.train(tmp_path / name, plan, {"train": TRAIN, "checkpoint": str(saved)})
         assert set(ended.codes) == {0}, ended.output

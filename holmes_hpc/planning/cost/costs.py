@@ -137,6 +137,7 @@ class Costs:
         sequence_parallel: bool = False,
         recompute: str = "none",
         ep: int = 1,
+        etp: int = 1,
     ) -> Seconds:
         """Return the seconds of (forward, backward) of one layer, for one micro-batch on one of `tp` ranks of `pool`.
         The all-to-alls of experts are not included.
@@ -144,7 +145,7 @@ class Costs:
         Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` repeats
         the parts in `software.recompute_parts`. With emulated compute, only `full` adds time.
         """
-        gpu, shape = pool.gpu, LayerShape(model, batch, tp, sequence_parallel, recompute, ep)
+        gpu, shape = pool.gpu, LayerShape(model, batch, tp, sequence_parallel, recompute, ep, etp)
         if self.pace_layer_ms:
             forward, backward = self._paced_s(shape, pool)
             return forward, backward + (forward if recompute == "full" else 0.0)
@@ -170,7 +171,7 @@ class Costs:
             scores_s = cpu.matrix_s(layer_score_flops(model, tokens, sequence) / tp) + cpu.score_traffic_s(shape)
             comm_s = self._comm_s("layer", shape, pool)
             forward += comm_s[0]
-            backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp, ep))
+            backward += comm_s[1] + cpu.accumulate_s(layer_parameters(model, tp, ep * etp))
         part_seconds = {"scores": scores_s, "ffn": forward * 2.0 * tokens * ffn_matrix(model) / flops}
         selective_s = sum(part_seconds.get(part, 0.0) for part in software.recompute_parts)
         recomputed_s = {"none": 0.0, "selective": selective_s, "full": forward}[recompute]

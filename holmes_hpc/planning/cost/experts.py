@@ -1,6 +1,6 @@
 """Parameters, memory and exchanges of the experts of a layout.
 
-Each expert is complete on one rank. `ep` consecutive ranks of a stage together hold all experts and exchange tokens.
+`Parallel.expert_ranks` consecutive ranks of a stage together hold all experts and exchange tokens.
 Ranks that hold the same experts reduce the gradients of these experts.
 """
 
@@ -15,6 +15,7 @@ from holmes_hpc.planning.cost.flops import expert_parameters
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import Ring, by_stage
+from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.parts import Component
 from holmes_hpc.planning.plan.transport import LOCAL
 
@@ -25,7 +26,7 @@ def weights(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Return the parameters of experts on one rank, shaped like `layers`."""
     with_experts = layers.astype(np.float64)
     with_experts[:, 0, 0] -= layout.model.experts.first_dense
-    return with_experts * expert_parameters(layout.model, layout.parallel.ep)
+    return with_experts * expert_parameters(layout.model, layout.parallel.expert_ranks)
 
 
 def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np.ndarray:
@@ -34,22 +35,22 @@ def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np
     if not p.distributed_optimizer:
         return count
     experts = weights(layout, layers).sum(axis=2)
-    return (count - experts) / layout.intra_dp_size + experts / (p.stages[0].ranks // p.ep)
+    return (count - experts) / layout.intra_dp_size + experts / (p.stages[0].ranks // p.expert_ranks)
 
 
-def joined_bytes(model: ModelSpec, ep: int, element: float) -> float:
+def joined_bytes(model: ModelSpec, parallel: Parallel, element: float) -> float:
     """Return the bytes of the copies that a rank makes to compute the matrix products of all its experts together.
     It copies the experts' first matrices of one layer, and their gradients. Only half precision (`element`: 2 bytes)
     needs copies."""
-    count = model.experts.count // ep
+    count = model.experts.count // parallel.ep
     widths = (2 if model.swiglu else 1) * model.ffn_width * model.hidden
-    return 2 * element * count * widths if count > 1 and element == 2 else 0.0
+    return 2 * element * count * widths / parallel.etp if count > 1 and element == 2 else 0.0
 
 
 def ep_nodes(layout: Layout, component: Component) -> int:
     """Return the number of nodes that an EP group spans."""
-    ep, per_node = layout.parallel.ep, component.gpus_per_node
-    return 1 if component.nodes == 1 or per_node % ep == 0 else max(2, ep // per_node)
+    ranks, per_node = layout.parallel.expert_ranks, component.gpus_per_node
+    return 1 if component.nodes == 1 or per_node % ranks == 0 else max(2, ranks // per_node)
 
 
 def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool) -> float:
@@ -72,7 +73,7 @@ def _gathered_tensors(layout: Layout, component: Component) -> np.ndarray:
     layer's (forward, backward) pass, (2, 2): tokens, their probabilities (fp32), their map and results (fp32).
     Every rank gets the tokens of all ranks."""
     p, m, costs = layout.parallel, layout.model, layout.costs
-    tokens = layout.batch.micro_size * layout.batch.sequence_length // p.tp * p.ep
+    tokens = layout.batch.micro_size * layout.batch.sequence_length // p.tp * p.expert_ranks
     hidden, scores = m.hidden * costs.weight_bytes(layout.pool(component).gpu), 4 * m.experts.count
     gathered = [hidden + scores + m.experts.count, 4 * m.hidden]
     return tokens * np.array([gathered, [4 * m.hidden, hidden + scores]], float)
@@ -81,20 +82,20 @@ def _gathered_tensors(layout: Layout, component: Component) -> np.ndarray:
 def gathered_bytes(layout: Layout, component: Component) -> np.ndarray:
     """Return the bytes that a rank sends to the next one in the ring of its EP group, in a layer's (forward, backward)
     pass, (2,)."""
-    library, ep = layout.costs.collectives(layout.pool(component).gpu), layout.parallel.ep
+    library, ranks = layout.costs.collectives(layout.pool(component).gpu), layout.parallel.expert_ranks
     factors = np.array([library.all_gather, library.ring_reduce_scatter])
-    return factors @ _gathered_tensors(layout, component) * (ep - 1) / ep
+    return factors @ _gathered_tensors(layout, component) * (ranks - 1) / ranks
 
 
 def exchange_s(layout: Layout, replica: int) -> np.ndarray:
     """Return the seconds of the exchanges of a layer's forward pass, (S,). Backward takes about as long."""
-    if layout.parallel.ep == 1:
+    if layout.parallel.expert_ranks == 1:
         return np.zeros(layout.parallel.pp)
     return by_stage(layout, replica, ("exchange",), partial(_exchange_s, layout))
 
 
 def _exchange_s(layout: Layout, component: Component) -> float:
-    ep, nodes = layout.parallel.ep, ep_nodes(layout, component)
+    ep, nodes = layout.parallel.expert_ranks, ep_nodes(layout, component)
     inside, transport = ep // nodes, layout.transport_rule.of({component.pool}, nodes == 1)
     ranks = min(component.gpus_per_node, layout.parallel.stages[0].ranks)
     if layout.parallel.ep_comm == "allgather":

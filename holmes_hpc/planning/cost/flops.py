@@ -25,9 +25,9 @@ def ffn_weights(m: ModelSpec, width: int) -> int:
     return (3 if m.swiglu else 2) * m.hidden * width
 
 
-def expert_parameters(m: ModelSpec, ep: int = 1) -> int:
-    """Return the parameters of one layer's experts on one of `ep` ranks; 0 for a dense model."""
-    return m.experts.count // ep * ffn_weights(m, m.ffn_width)
+def expert_parameters(m: ModelSpec, ranks: int = 1) -> int:
+    """Return the parameters of one layer's experts on one of the `ranks` that hold them; 0 for a dense model."""
+    return m.experts.count * ffn_weights(m, m.ffn_width) // ranks
 
 
 def ffn_matrix(m: ModelSpec) -> float:
@@ -45,12 +45,12 @@ def norm_parameters(m: ModelSpec, width: int | None = None) -> int:
     return (1 if m.rmsnorm else 2) * (width or m.hidden)
 
 
-def layer_parameters(m: ModelSpec, tp: int = 1, ep: int = 1) -> int:
-    """Return the parameters of one transformer layer on one of `tp` ranks, with one of `ep` parts of its experts.
+def layer_parameters(m: ModelSpec, tp: int = 1, expert_ranks: int = 1) -> int:
+    """Return the parameters of a layer on one of `tp` ranks, with one of `expert_ranks` parts of its experts.
     Norms, the router and biases of row-parallel matrices are on every rank."""
     split = attention_matrix(m) + ffn_weights(m, m.tp_ffn)
     replicated = 2 * norm_parameters(m) + (2 * norm_parameters(m, m.head_width) if m.qk_norm else 0)
-    replicated += expert_parameters(m, ep) + m.experts.count * m.hidden
+    replicated += expert_parameters(m, expert_ranks) + m.experts.count * m.hidden
     if m.bias or m.qkv_bias:
         split += m.query_width + 2 * m.key_width
     if m.bias:

@@ -38,7 +38,7 @@ CPU_MEMORY_GBPS = 10.0  # memory bandwidth of one rank: a core's share of a serv
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The part of a layer that one of `tp` ranks computes for one micro-batch. `ep`: ranks that share the experts."""
+    """The part of a layer that one of `tp` ranks computes for one micro-batch. `ep`, `etp`: as in Parallel."""
 
     model: ModelSpec
     batch: Batch
@@ -46,6 +46,7 @@ class LayerShape:
     sequence_parallel: bool = False
     recompute: str = "none"
     ep: int = 1
+    etp: int = 1
 
     @cached_property
     def tokens(self) -> int:
@@ -125,16 +126,16 @@ class LayerTimes:
         """Return the seconds of (forward, backward) of each matrix product of the FFN.
 
         They are up (with the gate) and down: of a dense FFN or the shared experts first, then of the routed experts.
-        A rank holds 1/`ep` of the routed experts, each of which gets equally many tokens.
+        A rank holds 1/`etp` of the width of 1/`ep` of the routed experts, each of which gets equally many tokens.
         """
         shape, m, experts = self.shape, self.shape.model, self.shape.model.experts
         products = self._up_and_down(m.tp_ffn // shape.tp, shape.tokens, fp8) if m.tp_ffn else []
         if experts.count:
             count = experts.count // shape.ep
             load = shape.expert_load(self.software.expert_imbalance)
-            share = shape.tokens / shape.tp * m.active_ffns / count * load
+            share = shape.tokens / shape.tp * m.active_ffns * shape.etp / count * load
             tokens = 64 * round(share / 64) or max(1, round(share))  # aligned: the kernels pad what experts get
-            expert_products = self._up_and_down(m.ffn_width, tokens, fp8)
+            expert_products = self._up_and_down(m.ffn_width // shape.etp, tokens, fp8)
             products += [(count * forward, count * backward) for forward, backward in expert_products]
         return products
 
@@ -190,7 +191,7 @@ class LayerTimes:
         rotary_elements = m.query_width + m.key_width
         split_elements = ffn_passes * m.active_width + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
         split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
-        split_elements += permuted_elements(m)
+        split_elements += permuted_elements(m) * shape.etp
         token_bytes = (hidden_bytes + split_elements * d.element / shape.tp) * (
             d.stack.unfused_elementwise if unfused else 1
         )
@@ -257,7 +258,7 @@ class LayerTimes:
         count = self.kernels()
         forward = sum(f for f, _ in parts) + count * stack.gap_s
         backward = sum(b for _, b in parts) + 2 * count * stack.gap_s
-        backward += self.accumulated(layer_parameters(shape.model, shape.tp, shape.ep))
+        backward += self.accumulated(layer_parameters(shape.model, shape.tp, shape.ep * shape.etp))
         recomputed_s = {"none": 0.0, "selective": self.selective_s(), "full": forward}[shape.recompute]
         launch_s = count * stack.launch_s
         launches = {"none": 2, "selective": 2, "full": 3}[shape.recompute]
@@ -338,7 +339,7 @@ class Cpu:
         positions or biases read and write queries, keys and values."""
         model = shape.model
         hidden_elements = model.hidden / shape.norm_split * (10.0 + (4 / self.weight_bytes if model.dropout else 0))
-        ffn_elements = (3.0 if model.swiglu else 2.0) * model.active_width + permuted_elements(model)
+        ffn_elements = (3.0 if model.swiglu else 2.0) * model.active_width + permuted_elements(model) * shape.etp
         keys = 2 * model.key_width
         split_elements = (ffn_elements + (4.0 if model.qk_norm else 2.0) * (model.query_width + keys)) / shape.tp
         moved_bytes = shape.tokens * (hidden_elements + split_elements) * self.weight_bytes

@@ -92,7 +92,8 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
     ffn: float = held * m.tp_ffn
     if m.experts.count:  # of each of top_k: the token, its permutations; of all: scores, probabilities and map
         load = shape.expert_load(software.expert_imbalance)
-        ffn += load * m.active_ffns * (h + (held + m.swiglu) * m.ffn_width + 4) + h + 9 * m.experts.count // 4
+        expert = shape.etp * (h + 4) + (held + m.swiglu) * m.ffn_width
+        ffn += load * m.active_ffns * expert + h + 9 * m.experts.count // 4
     dropout_bytes = element + mask if m.dropout else 0
     fp32_extra = 4 if has_fp32_scores else 0  # softmax in fp32 keeps its output beside the half-precision one
     scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row
@@ -151,7 +152,7 @@ def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:
     p, m, costs = layout.parallel, layout.model, layout.costs
-    shape = LayerShape(m, layout.batch, p.tp, p.sequence_parallel, layout.recompute, p.ep)
+    shape = LayerShape(m, layout.batch, p.tp, p.sequence_parallel, layout.recompute, p.ep, p.etp)
     tokens, count = shape.tokens, parameters(layout, layers).sum(axis=2)
 
     def component_bytes(component: Component) -> tuple[float, ...]:
@@ -160,7 +161,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             costs.weight_bytes(gpu),
             costs.gradient_size,
             moment_bytes(costs, gpu),
-            0 if gpu.is_cpu else CUDA_BYTES + experts.joined_bytes(m, p.ep, costs.weight_bytes(gpu)),
+            0 if gpu.is_cpu else CUDA_BYTES + experts.joined_bytes(m, p, costs.weight_bytes(gpu)),
             costs.gradient_size * _is_received(layout, replica, component),
             *layer_activation_bytes(shape, costs, gpu),
             layer_activation_bytes(replace(shape, recompute="none"), costs, gpu)[0],
@@ -174,7 +175,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     optimizer = experts.optimizer_share(layout, layers, count) * moments
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards; two complete layers at a time
-        two_layers = 2 * layer_parameters(m, p.tp, p.ep) * element
+        two_layers = 2 * layer_parameters(m, p.tp, p.expert_ranks) * element
         gradients = gradients / layout.intra_dp_size
         if costs.software.sharding == "full":
             weights, gathered = weights / layout.intra_dp_size, np.minimum(weights, two_layers) + np.zeros_like(count)
@@ -184,7 +185,7 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
     activations = recomputed_layers * held_bytes[:, None] + (layers - recomputed_layers) * full_bytes[:, None]
     transient = np.zeros_like(count) + backward_bytes
     if p.ep_comm == "allgather":  # tokens of all ranks, and gradients of their results in fp32
-        transient += p.ep * tokens / p.tp * m.hidden * (element + 4)
+        transient += p.expert_ranks * tokens / p.tp * m.hidden * (element + 4)
     if first_dense := m.experts.first_dense:
         gpu = layout.pool(layout.replicas[replica][0]).gpu
         dense_bytes, dense_backward = layer_activation_bytes(replace(shape, model=m.dense), costs, gpu)
@@ -235,7 +236,7 @@ def max_layers(
     It counts only weights, gradients, activations, and optimizer state (sharded over `shards` ranks) of layers.
     `depth`: passes in flight per chunk of each stage, (S,). `max_gib`: see :func:`capacity`."""
     held_bytes, _ = layer_activation_bytes(shape, costs, gpu)
-    layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep) * (
+    layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep * shape.etp) * (
         costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
     )
     if costs.software.sharding in ("gradients", "full"):

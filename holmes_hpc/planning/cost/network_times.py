@@ -229,9 +229,10 @@ def _expert_group(layout: Layout, component: Component, nodes: int) -> tuple[Tra
     """Return (transport, nodes, (ranks, groups that leave a node)) of a group of ranks with the same experts.
     `nodes`: the number of nodes that an intra-DP group spans."""
     p = layout.parallel
-    ranks = p.stages[0].ranks // p.ep
+    ranks = p.stages[0].ranks // p.expert_ranks
     nodes = min(ranks, nodes)
-    return layout.transport_rule.of({component.pool}, nodes == 1), nodes, (ranks, min(p.ep, component.gpus_per_node))
+    senders = min(p.expert_ranks, component.gpus_per_node)
+    return layout.transport_rule.of({component.pool}, nodes == 1), nodes, (ranks, senders)
 
 
 @memoised()

@@ -26,10 +26,11 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     if layout.is_per_stage:
         return np.stack([parameters(view, layers)[:, s] for s, view in enumerate(layout.views)], axis=1)
     model, tp = layout.model, layout.parallel.tp
-    count = layers.astype(np.float64) * layer_parameters(model, tp, layout.parallel.ep)
+    layer_size = layer_parameters(model, tp, layout.parallel.expert_ranks)
+    count = layers.astype(np.float64) * layer_size
     count[:, 0, 0] += embedding_parameters(model, tp)
     if dense := model.experts.first_dense:
-        count[:, 0, 0] += dense * (layer_parameters(model.dense, tp) - layer_parameters(model, tp, layout.parallel.ep))
+        count[:, 0, 0] += dense * (layer_parameters(model.dense, tp) - layer_size)
     count[:, -1, -1] += head_parameters(model, tp, own_matrix=not (model.tied and layout.parallel.pp == 1))
     return count
 
@@ -208,7 +209,9 @@ def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
             layout,
             replica,
             ("layer", recompute, model is m),
-            lambda c: costs.layer_s(model, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute, p.ep),
+            lambda c: costs.layer_s(
+                model, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute, p.ep, p.etp
+            ),
         ).T + (model is m) * np.stack([exchange_s, exchange_s * (2 if recompute == "full" else 1)])
 
     seconds = layer("none" if layout.recompute == "full" else layout.recompute)

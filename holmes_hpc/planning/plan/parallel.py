@@ -71,8 +71,8 @@ class Parallel(Checked, where="parallel", error=PlanError):
     blocks of ranks in a data-parallel group. Gradients are reduce-scattered inside a block and all-reduced across
     blocks (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
     `cp`: number of consecutive replicas of a stage that share each sequence; what users set as DP excludes CP
-    (:attr:`replicas`). `ep`: number of consecutive ranks of a stage that together hold all experts; each expert is on
-    one rank. In layouts that are not uniform, the fields in _UNIFORM_ONLY must have their defaults."""
+    (:attr:`replicas`). `ep` x `etp`: number of consecutive ranks of a stage that together hold all experts; each expert
+    is on `etp` ranks. In layouts that are not uniform, the fields in _UNIFORM_ONLY must have their defaults."""
 
     stages: tuple[StageParallel, ...]
     cp: Annotated[int, key("context parallel", ge=1)] = 1
@@ -84,6 +84,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     ep: Annotated[int, key("expert parallel", ge=1)] = 1
     cp_comm: Annotated[str, key("how ranks that share a sequence exchange it", one_of=("ring", "a2a"))] = "ring"
     ep_comm: Annotated[str, key("how EP's ranks exchange tokens", one_of=("alltoall", "allgather"))] = "alltoall"
+    etp: Annotated[int, key("expert tensor parallel", ge=1)] = 1
 
     @classmethod
     def uniform(cls, tp: int = 1, pp: int = 1, dp: int = 1, **settings: Any) -> Parallel:
@@ -109,8 +110,10 @@ class Parallel(Checked, where="parallel", error=PlanError):
             yield is_unsupported, problem, hint, f"parallel.{name}"
         problem = f"dp={dp} cannot be cut into {instances} equal optimizer instances"
         yield dp % instances, problem, "choose a divisor of dp"
-        problem = f"EP {self.ep} does not divide the {ranks} ranks of a stage"
-        yield ranks % self.ep, problem, "choose a divisor of TP x DP", "parallel.ep"
+        problem = f"{self.expert_sizes} does not divide the {ranks} ranks of a stage"
+        yield ranks % self.expert_ranks, problem, "choose a divisor of TP x DP", "parallel.ep"
+        problem = "expert tensor parallelism needs all-gathered tokens"
+        yield self.etp > 1 and self.ep_comm != "allgather", problem, "set ep_comm: allgather", "parallel.etp"
         problem = "optimizer instances need the distributed optimizer"
         yield instances > 1 and not self.distributed_optimizer, problem, "set distributed_optimizer"
         hint = "use pp above 1 or virtual_stages=1"
@@ -153,6 +156,16 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def replicas(self) -> int:
         """The number of replicas of every stage that compute different sequences: DP divided by CP."""
         return self.dp // self.cp
+
+    @property
+    def expert_ranks(self) -> int:
+        """The number of ranks that together hold all experts of a layer."""
+        return self.ep * self.etp
+
+    @property
+    def expert_sizes(self) -> str:
+        """EP, and ETP above 1, as text."""
+        return f"EP {self.ep}" + f" x ETP {self.etp}" * (self.etp > 1)
 
     @property
     def pp(self) -> int:
@@ -205,7 +218,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
         if self.is_even:
             shares = ", shares of a step by speed" if self.stages[0].weights else ""
             chunks = f" x {self.virtual_stages} virtual" if self.virtual_stages > 1 else ""
-            rest = "".join(f", {k.upper()} {n}" for k in ("cp", "ep") if (n := getattr(self, k)) > 1)
+            rest = "".join(f", {k.upper()} {n}" for k in ("cp", "ep", "etp") if (n := getattr(self, k)) > 1)
             rest += ", all-to-all attention" if self.cp_comm == "a2a" else ""
             rest += ", all-gathered tokens" if self.ep_comm == "allgather" else ""
             return f"TP {self.tp}, PP {self.pp}{chunks}, DP {self.replicas}{rest}{shares}"
@@ -254,8 +267,13 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return [list(islice(pipelines, n // (self.tp * self.pp))) for n in ranks]
 
 
-_NEWER = {"ep": 1, "cp_comm": "ring", "ep_comm": "alltoall"}  # fields that older versions lack, and their defaults
-_UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "cp")}
+_NEWER = {
+    "ep": 1,
+    "cp_comm": "ring",
+    "ep_comm": "alltoall",
+    "etp": 1,
+}  # fields that older versions lack, and their defaults
+_UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "etp", "cp")}
 _UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True, "cp_comm": "ring"}
 
 
@@ -319,14 +337,14 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
                 for across in blocks.T:
                     yield from _group("inter_dp", across, (s,))
         if has_experts:
-            blocks = ranks.reshape(-1, parallel.ep)
+            blocks = ranks.reshape(-1, parallel.expert_ranks)
             for kind, members in (("ep", blocks), ("expt_dp", blocks.T)):
                 for row in members:
                     yield from _group(kind, row, (s,))
     if is_grid:
         yield from _pipeline_groups(np.stack(grid))
-        if has_experts and parallel.ep > 1 and pp > 1:
-            for block in np.stack(grid).reshape(pp, -1, parallel.ep).swapaxes(0, 1):
+        if has_experts and parallel.expert_ranks > 1 and pp > 1:
+            for block in np.stack(grid).reshape(pp, -1, parallel.expert_ranks).swapaxes(0, 1):
                 yield from _group("tp_ep_pp", block, tuple(range(pp)))
     elif tied and pp > 1:
         yield from _group("embd", np.concatenate([grid[0].ravel(), grid[-1].ravel()]), (0, pp - 1))

@@ -105,7 +105,8 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
 
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for settings that experts or context parallelism do not support. `sizes`: an object with `tp`,
-    `ep`, `cp` (None means 1) and `cp_comm`. `used`: {feature that neither supports: whether it is used}."""
+    `ep`, `etp`, `cp` (None means 1), `ep_comm` and `cp_comm`. `used`: {feature that neither supports: whether it is
+    used}."""
     PlanError.refuse("plan.ep", *_expert_and_context_mistakes(model, sizes, used))
 
 
@@ -113,6 +114,12 @@ def _expert_and_context_mistakes(model: ModelSpec, sizes: Any, used: Mapping[str
     count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1
     yield ep > 1 and not count, f"EP is {ep}, the model has no experts", "use 1, or a model with experts"
     yield count % ep, f"EP {ep} does not divide {count} experts", f"use a divisor of {count}"
+    etp, width = sizes.etp or 1, model.ffn_width
+    yield etp > 1 and not count, f"ETP is {etp}, the model has no experts", "use 1, or a model with experts", "plan.etp"
+    problem = f"ETP {etp} does not divide the experts' width of {width}"
+    yield count and width % etp, problem, f"use a divisor of {width}", "plan.etp"
+    problem = f"ETP {etp} splits experts, but plan.ep_comm={sizes.ep_comm} exchanges tokens for whole experts"
+    yield etp > 1 and sizes.ep_comm != "allgather", problem, "use plan.ep_comm=allgather, or ETP 1", "plan.etp"
     for is_given, feature in ((count, "experts do"), (cp > 1, "context parallelism does")):
         for name, is_used in used.items():
             yield is_given and is_used, f"{feature} not support {name}", "use only one of them", "plan"

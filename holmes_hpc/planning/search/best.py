@@ -189,6 +189,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         recompute="none" if options.recompute == "auto" else options.recompute,
         partition="uniform" if options.partition == "exact" else options.partition,
         ep=options.ep or 1,
+        etp=options.etp or 1,
         sequence_parallel=model.experts.count > 0 if options.sequence_parallel is None else options.sequence_parallel,
         bucket_bytes=options.bucket_bytes or (None if schedule_kind(schedule).deepens else BUCKET_BYTES),
         pool_order=options.pool_order or tuple(options.nodes or (pool.name for pool in site.pools)),
@@ -373,7 +374,7 @@ def alternative(best: Predicted, runner_up: Candidate) -> dict[str, Any]:
     return {
         "strategy": layout.strategy,
         "parallel": {"tp": p.tp, "pp": p.pp, "dp": p.replicas, "virtual_stages": p.virtual_stages}
-        | {name: size for name in ("cp", "ep") if (size := getattr(p, name)) > 1},
+        | {name: size for name in ("cp", "ep", "etp") if (size := getattr(p, name)) > 1},
         "micro_size": layout.batch.micro_size,
         "nodes": {c.pool: c.nodes for c in layout.components},
         "layers_per_stage": [int(n) for n in layers[0].sum(axis=1)],

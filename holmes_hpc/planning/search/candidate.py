@@ -31,7 +31,7 @@ from holmes_hpc.planning.search.layers import (
     uniform_layers,
 )
 from holmes_hpc.planning.search.placement import Placement, component, other_orders
-from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, ep_sizes, timed
+from holmes_hpc.planning.search.problem import BUCKET_BYTES, Problem, Solution, expert_sizes, timed
 
 BUCKETS = tuple(BUCKET_BYTES // n for n in (4, 16, 64, 256))
 MIN_GAIN = 0.003  # eager 1F1B and virtual stages must each shorten the step by at least this share
@@ -70,7 +70,8 @@ class Evaluator:
         self.model, self.batch, self.site, self.options, self.costs = problem
         if options.schedule != "auto" and options.virtual_stages is not None:
             schedule_kind(options.schedule).check_chunks(options.virtual_stages)
-        self._last: tuple[Placement, Layout] | None = None  # one placement's candidates are created one after the other
+        # One placement's candidates are created one after the other.
+        self._last: tuple[Placement, tuple[int, int], Layout] | None = None
         self._memo = Memo()
 
     def candidates(self, placement: Placement, max_s: float = inf) -> Iterator[Candidate]:
@@ -81,15 +82,16 @@ class Evaluator:
         recomputation follow.
         """
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
-        eps = ep_sizes(self.model, self.options, placement.tp * placement.dp)
-        for ep, chunks in product(eps, self._chunks(placement)):
+        sizes = expert_sizes(self.model, self.options, placement.tp * placement.dp)
+        for experts, chunks in product(sizes, self._chunks(placement)):
             if placement.estimate.seconds(chunks) > max_s:
                 continue
             for recompute in recomputations:
-                if not self._may_fit(placement, recompute, chunks, ep):
+                if not self._may_fit(placement, recompute, chunks, experts):
                     continue
                 tries = (
-                    self._candidate(placement, recompute, k, chunks, ep) for k in self._schedules(placement, chunks)
+                    self._candidate(placement, recompute, k, chunks, experts)
+                    for k in self._schedules(placement, chunks)
                 )
                 candidate = next(filter(None, tries), None)
                 if candidate is not None:
@@ -110,7 +112,7 @@ class Evaluator:
         least = 1 if kind == "auto" else schedule_kind(kind).chunks[0]
         return [fixed] if fixed else range(least, int(placement.estimate.max_chunks) + 1)
 
-    def _may_fit(self, placement: Placement, recompute: str, chunks: int, ep: int) -> bool:
+    def _may_fit(self, placement: Placement, recompute: str, chunks: int, experts: tuple[int, int]) -> bool:
         """Return False if the layers cannot all fit in memory.
         This quick check counts only the memory of the layers, so they may not fit even if it returns True."""
         batch = replace(self.batch, micro_size=placement.micro_size)
@@ -119,7 +121,7 @@ class Evaluator:
         shards = placement.dp // placement.instances if self.options.distributed_optimizer is not False else 1
         shards *= placement.tp if self.model.experts.count else 1  # at least as many as the experts' optimizer has
         sequence_parallel = placement.tp > 1 and self.options.sequence_parallel is not False
-        shape = LayerShape(self.model, batch, placement.tp, sequence_parallel, recompute, ep)
+        shape = LayerShape(self.model, batch, placement.tp, sequence_parallel, recompute, *experts)
         max_gib = self.options.max_memory_gib
         layer_limits = [max_layers(shape, self.costs, b.pool.gpu, shards, depth, max_gib) for b in placement.blocks]
         if placement.strategy != "hierarchical-dp":
@@ -135,15 +137,17 @@ class Evaluator:
         background = placement.pp > 1 and self.options.transport == "holmes"
         return candidate_schedules(self.options.schedule, chunks, background)
 
-    def layout(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int | None = None) -> Layout:
+    def layout(
+        self, placement: Placement, recompute: str, kind: str, chunks: int, experts: tuple[int, int] | None = None
+    ) -> Layout:
         """Return the layout under the schedule `kind` with the fewest passes in flight.
-        `ep`: the EP; None means the largest possible EP."""
-        ep = ep or ep_sizes(self.model, self.options, placement.tp * placement.dp)[-1]
-        if self._last is None or self._last[0] is not placement or self._last[1].parallel.ep != ep:
-            self._last = placement, self._layout(placement, ep)
-        return self._last[1].with_schedule(schedule_kind(kind), chunks, recompute=recompute)
+        `experts`: EP and ETP; None means the largest possible ones."""
+        experts = experts or expert_sizes(self.model, self.options, placement.tp * placement.dp)[-1]
+        if self._last is None or self._last[:2] != (placement, experts):
+            self._last = placement, experts, self._layout(placement, *experts)
+        return self._last[2].with_schedule(schedule_kind(kind), chunks, recompute=recompute)
 
-    def _layout(self, placement: Placement, ep: int) -> Layout:
+    def _layout(self, placement: Placement, ep: int, etp: int) -> Layout:
         o, is_hierarchical = self.options, placement.strategy == "hierarchical-dp"
         first_stages = accumulate((0 if is_hierarchical else b.stages for b in placement.blocks), initial=0)
         batch = replace(self.batch, micro_size=placement.micro_size)
@@ -159,11 +163,12 @@ class Evaluator:
             distributed_optimizer=o.distributed_optimizer is not False,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
             ep=ep,
+            etp=etp,
             cp=batch.cp,
             cp_comm="a2a" if batch.all_to_all else "ring",
-            ep_comm=o.ep_comm if ep > 1 else "alltoall",
+            ep_comm=o.ep_comm if ep * etp > 1 else "alltoall",
         )
-        sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep
+        sizes = placement.micro_size, placement.tp, placement.dp, placement.instances, ep, etp
         return self.problem.layout(
             parallel,
             batch=batch,
@@ -173,13 +178,15 @@ class Evaluator:
             pool_memo=self._memo.of("common", is_hierarchical and placement.pp, *sizes, compute=Memo),
         )
 
-    def _candidate(self, placement: Placement, recompute: str, kind: str, chunks: int, ep: int) -> Candidate | None:
+    def _candidate(
+        self, placement: Placement, recompute: str, kind: str, chunks: int, experts: tuple[int, int]
+    ) -> Candidate | None:
         """Return a candidate with balanced or user-fixed layers, the best bucket size and the lower bound.
 
         Return None if the layout does not fit in memory, or if the schedule or the user-fixed layers are impossible.
         """
         try:
-            layout = self.layout(placement, recompute, kind, chunks, ep)
+            layout = self.layout(placement, recompute, kind, chunks, experts)
             layout.order  # noqa: B018 (raises if virtual stages do not allow this number of micro-batches)
         except PlanError:
             return None
@@ -276,7 +283,8 @@ class Evaluator:
         orders to consider, by ascending bound; None: all.
         """
         simulated, layout, placement = [timed(candidate)], candidate.layout, candidate.placement
-        settings = (layout.recompute, layout.schedule.kind, layout.parallel.virtual_stages, layout.parallel.ep)
+        p = layout.parallel
+        settings = layout.recompute, layout.schedule.kind, p.virtual_stages, (p.ep, p.etp)
         reordered = (
             self._candidate(replace(placement, blocks=blocks), *settings)
             for blocks in (() if self.options.pool_order is not None else other_orders(placement))
@@ -343,7 +351,7 @@ class Evaluator:
         if self.options.bucket_bytes:
             return (layout.bucket_bytes,)
         p = layout.parallel
-        layer_bytes = int(layer_parameters(self.model, p.tp, p.ep) * self.costs.gradient_size)
+        layer_bytes = int(layer_parameters(self.model, p.tp, p.expert_ranks) * self.costs.gradient_size)
         return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if layer_bytes < BUCKETS[-1] else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:

@@ -13,7 +13,7 @@ from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.layers import chunk_layers, uniform_layers
 from holmes_hpc.planning.search.placement import Placement
-from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, divisors, ep_sizes
+from holmes_hpc.planning.search.problem import AvailablePool, Problem, available_pools, divisors, expert_sizes
 from holmes_hpc.planning.search.space import Space
 
 MAX_PLACEMENTS = 100  # the most placements whose memory is computed: those with the largest TP x PP
@@ -31,7 +31,8 @@ def raise_indivisible(problem: Problem) -> NoReturn:
     micro_batches, is_shared = size // micro_size, batch.cp > 1
     dp = options.dp and options.dp // batch.cp  # options.dp includes CP
     sizes: dict[str, Any] = {"TP": options.tp, "PP": options.stages, "DP": dp, "CP": batch.cp if is_shared else None}
-    sizes |= {"EP": options.ep if model.experts.count else None, "strategy": options.strategy}
+    experts = {"EP": options.ep, "ETP": options.etp} if model.experts.count else {}
+    sizes |= {**experts, "strategy": options.strategy}
     fixed_options = ", ".join(f"{name} {value}" for name, value in sizes.items() if value not in (None, "auto"))
     nodes = ", ".join(f"{a.nodes} {a.pool.name}" for a in available)
     message = (
@@ -58,8 +59,10 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     yield from (tp_across_nodes(tp, a.gpus_per_node, f"pool {a.pool.name}") for a in available)
     hint = f"use a DP that divides {micro_batches}: {abbreviated(divisors(micro_batches))}"
     yield is_fixed and micro_batches % dp, f"{message} x DP {dp}", hint
-    has_no_ep = options.tp and options.dp and not ep_sizes(model, options, tp * dp * cp)
-    message = f"EP {options.ep} does not divide TP {tp} x DP {dp}{cp_factor}"
+    has_no_ep = options.tp and options.dp and not expert_sizes(model, options, tp * dp * cp)
+    etp = options.etp or 1
+    ep_name = f"EP {options.ep or 1}" + f" x ETP {etp}" * (etp > 1)
+    message = f"{ep_name} does not divide TP {tp} x DP {dp}{cp_factor}"
     yield has_no_ep, message, "choose a divisor of both TP x DP and the experts", "plan.ep"
     lacks_sequence_parallel = batch.sequence_length % tp or (tp > 1 and options.sequence_parallel is False)
     message = f"experts need sequence parallelism, but TP {tp} has none over {batch.sequence_length} tokens"
@@ -71,8 +74,8 @@ def _indivisible_mistakes(problem: Problem, available: Sequence[AvailablePool]) 
     needed, where, hint = tp * dp * cp, "plan.cp" if cp > 1 else "plan", "use smaller sizes or more nodes"
     message = f"TP {tp} x PP {pp} x DP {dp}{cp_factor} needs {needed * pp} GPUs, there are {ranks.total()}"
     yield needed * pp > ranks.total(), message, hint, where
-    largest, ep = max(ranks.values(), default=0), options.ep or 1 if model.experts.count else 0
-    stage = f"with EP {ep}" if ep > needed else f"of TP {tp} x DP {dp}{cp_factor}"
+    largest, ep = max(ranks.values(), default=0), (options.ep or 1) * etp if model.experts.count else 0
+    stage = f"with {ep_name}" if ep > needed else f"of TP {tp} x DP {dp}{cp_factor}"
     message = f"a stage {stage} needs {max(needed, ep)} GPUs of one fabric, the largest has {largest}"
     yield cp > 1 and needed > largest, message, hint, where
     yield ep and max(needed, ep) > largest, message, hint, "plan.ep"
@@ -117,7 +120,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
 
 # Keys of `plan` that can keep a model from fitting. Their defaults leave the choice to the planner.
 _LIMITING: tuple[str, ...] = ("distributed_optimizer", "max_memory_gib", "recompute", "layers_per_stage")
-_LIMITING += ("virtual_stages", "pp", "tp", "dp", "ep", "strategy", "nodes", "gpus_per_node")
+_LIMITING += ("virtual_stages", "pp", "tp", "dp", "ep", "etp", "strategy", "nodes", "gpus_per_node")
 DEFAULTS = {name: getattr(PlanOptions(), name) for name in _LIMITING}
 
 

@@ -68,7 +68,8 @@ class PoolCosts:
         self.is_fixed = any(a.is_fixed for a in available)
         weight_bytes = np.array([costs.weight_bytes(gpu) for gpu in gpus])
         # For a lower bound, a rank has as few experts as possible.
-        self.layer_size = layer_parameters(model, tp, options.ep or max(1, model.experts.count))
+        etp = options.etp or (int(self.ranks.max()) if options.ep_comm == "allgather" else 1)
+        self.layer_size = layer_parameters(model, tp, (options.ep or max(1, model.experts.count)) * etp)
         self.layer_bytes = self.layer_size * (weight_bytes + costs.gradient_size)
         self.capacity_bytes = np.array([capacity(gpu, options.max_memory_gib) for gpu in gpus])
         self.taus = np.unique(np.concatenate([s * np.arange(1, model.layers + 1) for s in self.layer_s]))

@@ -139,6 +139,7 @@ def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
             options,
             dp=options.dp and options.dp * cp,
             ep=options.ep if count else 1,
+            etp=options.etp if count else 1,
             unequal="false" if count or cp > 1 else options.unequal,
         ),
     )
@@ -160,11 +161,22 @@ def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
     return [(1, False), *((cp, is_a2a) for cp in sizes if cp > 1)]
 
 
-def ep_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[int]:
-    """Return the EPs to try in stages of `ranks` ranks, ascending: the user's EP, or all.
-    An EP must divide both the ranks of a stage and the number of experts."""
-    sizes = divisors(gcd(ranks, model.experts.count)) if model.experts.count else [1]
-    return [ep for ep in sizes if options.ep in (None, ep)]
+def expert_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[tuple[int, int]]:
+    """Return the pairs (EP, ETP) to try in stages of `ranks` ranks, by ascending product: the user's, or all.
+
+    EP divides the number of experts, ETP the width of an expert, and EP x ETP the ranks of a stage. Of equal products,
+    only that with the largest EP is tried: it needs as much memory, and its matrix products are larger. ETP above 1
+    needs all-gathered tokens."""
+    if not model.experts.count:
+        return [(1, 1)]
+    etps = divisors(gcd(ranks, model.ffn_width)) if options.ep_comm == "allgather" else [1]
+    sizes = [
+        (ep * etp, ep, etp)
+        for etp in ([options.etp] if options.etp else etps)
+        for ep in divisors(gcd(ranks, etp * model.experts.count) // etp if ranks % etp == 0 else 0)
+        if options.ep in (None, ep)
+    ]
+    return list({product: (ep, etp) for product, ep, etp in sorted(sizes)}.values())
 
 
 def tp_sizes(model: ModelSpec, options: PlanOptions, available: Sequence[AvailablePool]) -> list[int]:

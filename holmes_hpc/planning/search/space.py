@@ -13,7 +13,7 @@ from holmes_hpc.planning.search.hierarchies import hierarchies
 from holmes_hpc.planning.search.pipelines import pipelines
 from holmes_hpc.planning.search.placement import Placement
 from holmes_hpc.planning.search.pool_costs import PoolCosts
-from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, ep_sizes, micro_sizes, tp_sizes
+from holmes_hpc.planning.search.problem import Problem, available_pools, divisors, expert_sizes, micro_sizes, tp_sizes
 
 EVEN_MICRO_BATCHES = 16  # a batch with a multiple of this many micro-batches divides well
 MAX_BATCH_CHANGE = 0.03  # a nearby batch size differs by at most this share
@@ -71,7 +71,7 @@ class Space:
             for dp in divisors(costs.micro_batches)
             if dp % self.batch.cp == 0
             and self.options.dp in (None, dp)
-            and ep_sizes(self.model, self.options, self._pool_costs[index].tp * dp)
+            and expert_sizes(self.model, self.options, self._pool_costs[index].tp * dp)
         ):
             if self.options.strategy != "hierarchical-dp":
                 placements += pipelines(self._pool_costs[index], dp, limit)

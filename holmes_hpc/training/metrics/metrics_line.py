@@ -113,7 +113,7 @@ def _experts(plan: Plan, rows_of_stage: Sequence[Rows]) -> dict[str, float]:
         "expert_s": max(float(part_by_rank(rows, "expert_s").mean()) for rows in rows_of_stage),
     }
     if experts.capacity is not None:
-        routed = plan.batch.tokens * experts.top_k * (plan.model.layers - experts.first_dense)
+        routed = plan.batch.tokens * experts.top_k * (plan.model.layers - experts.first_dense) * plan.parallel.etp
         fields["dropped_tokens"] = 1 - float(sum(counts.sum() for counts in tokens)) / routed
     return fields
 

@@ -1,6 +1,6 @@
 """Megatron-Core's mixture-of-experts layers: their options, and the changes that they need to train on CPUs.
 
-Each expert is on one rank as a whole (its tensor parallelism is 1). A rank computes its experts one after the other.
+Each expert is on ETP ranks (`plan.etp`), by default on one as a whole. A rank computes its experts one after the other.
 On GPUs in bf16, it computes them together. An all-to-all in the `ep` group brings every token to its experts and back.
 With ``plan.ep_comm=allgather``, all ranks of the group get all tokens, and a reduce-scatter returns the summed results.
 """
@@ -24,6 +24,7 @@ from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from holmes_hpc.config.model import ModelSpec
+from holmes_hpc.planning.plan.parallel import Parallel
 
 
 class _Gather(mappings._GatherFromSequenceParallelRegion):
@@ -41,7 +42,7 @@ EXCHANGES = (
 )
 
 
-def config_options(spec: ModelSpec, ep: int, ep_comm: str) -> dict[str, Any]:
+def config_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
     """Return the options of TransformerConfig for the experts of `spec`; none for a dense model."""
     experts = spec.experts
     if not experts.count:
@@ -65,9 +66,9 @@ def config_options(spec: ModelSpec, ep: int, ep_comm: str) -> dict[str, Any]:
         "moe_aux_loss_coeff": experts.balance,
         "moe_router_dtype": "fp32",
         "moe_layer_freq": [int(n >= experts.first_dense) for n in range(spec.layers)] if experts.first_dense else 1,
-        "moe_token_dispatcher_type": ep_comm,
-        "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": 1,
+        "moe_token_dispatcher_type": parallel.ep_comm,
+        "expert_model_parallel_size": parallel.ep,
+        "expert_tensor_parallel_size": parallel.etp,
     }
 
 
@@ -75,7 +76,7 @@ def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig)
     """Make each layer run the matrix multiplications of all its experts as one kernel, if torch has such a kernel.
 
     Otherwise kernel launches take longer than the multiplications (benchmarks/results/gpu.md)."""
-    widths = (config.hidden_size, config.moe_ffn_hidden_size or 0)
+    widths = (config.hidden_size, (config.moe_ffn_hidden_size or 0) // (config.expert_tensor_parallel_size or 1))
     if config.params_dtype != torch.bfloat16 or config.fp8 or any(width % 8 for width in widths):
         return
     if hasattr(F, "grouped_mm"):  # from torch 2.10 on

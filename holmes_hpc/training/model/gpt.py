@@ -65,7 +65,7 @@ def transformer_config(
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
     optional = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
-    optional |= experts.config_options(m, p.ep, p.ep_comm)
+    optional |= experts.config_options(m, p)
     yarn = m.rope_scaling if m.rope_scaling is not None and m.rope_scaling.kind == "yarn" else None
     config = TransformerConfig(
         num_layers=m.layers,
@@ -280,8 +280,10 @@ def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
 
 
 def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed: int) -> None:
-    tp, rank = (parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_tensor_model_parallel_rank())
-    is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1 and not experts.is_expert(parameter)
+    is_expert, state = experts.is_expert(parameter), parallel_state
+    group = state.get_expert_tensor_parallel_group() if is_expert else state.get_tensor_model_parallel_group()
+    tp, rank = group.size(), group.rank()
+    is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
     dimension = getattr(parameter, "partition_dim", 0) if is_split else 0
     indices = [torch.arange(n, device=parameter.device) for n in parameter.shape]  # (rows, columns) of this part
     width = parameter.shape[1]  # below, indices and width become those of the full parameter

@@ -190,7 +190,7 @@ class Groups:
                     num_distributed_optimizer_instances=p.optimizer_instances,
                     context_parallel_size=p.cp,
                     expert_model_parallel_size=p.ep,
-                    expert_tensor_parallel_size=1 if self.plan.model.experts.count else None,
+                    expert_tensor_parallel_size=p.etp if self.plan.model.experts.count else None,
                     order=p.order,
                 )
         finally:

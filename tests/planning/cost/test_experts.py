@@ -23,9 +23,11 @@ from holmes_hpc.planning.cost.memory import layer_activation_bytes, memory
 from holmes_hpc.planning.cost.predict import kind_tflops, layer_array, predict
 from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.cost.timing import timing
+from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search.best import best_plan, fixed_plan
+from holmes_hpc.planning.search.problem import expert_sizes
 
 SITE = two_clusters(2)  # two fabrics of two nodes with eight GPUs
 MODEL = ModelSpec(
@@ -45,7 +47,7 @@ def test_a_token_uses_top_k_experts_and_the_router() -> None:
     assert layer_flops(MODEL, 1, 1024) - layer_flops(dense, 1, 1024) == 2 * router
     one_expert = 3 * 1024 * 512
     assert layer_parameters(MODEL) - layer_parameters(dense) == 14 * one_expert + router
-    assert layer_parameters(MODEL) - layer_parameters(MODEL, ep=4) == 12 * one_expert
+    assert layer_parameters(MODEL) - layer_parameters(MODEL, expert_ranks=4) == 12 * one_expert
     assert layer_parameters(MODEL, 2) - layer_parameters(MODEL, 2, 4) == 12 * one_expert  # TP does not split experts
     assert parameters(MODEL) > 2 * parameters(dense)
 
@@ -84,6 +86,31 @@ def test_memory_shards_experts_over_ep_and_their_optimizer_over_their_replicas()
         float(experts.optimizer_share(one, layers, experts.weights(one, layers).sum(axis=2))[0, 0])
         == 4 * 3 * 1024 * 512
     )
+
+
+def test_ranks_that_split_each_expert_hold_and_exchange_as_much_as_with_whole_experts() -> None:
+    whole, split = (plan(ep, ep_comm="allgather", etp=etp) for ep, etp in ((8, 1), (2, 4)))
+    assert split.parallel.etp == 4 and plan(2, ep_comm="allgather").parallel.etp == 1
+    parts = [memory(Layout.of(p, Costs()), layer_array(p)) for p in (whole, split)]
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(parts[0], name).tolist() == getattr(parts[1], name).tolist()
+    assert (parts[0].activations < parts[1].activations).all()  # each expert gets all of its tokens on four ranks
+    amounts = [list(sent_bytes(Layout.of(p, Costs()), layer_array(p))) for p in (whole, split)]
+    assert amounts[0] == amounts[1]
+    assert predict(whole, Costs()).step_time_s < predict(split, Costs()).step_time_s  # by larger matrix products
+
+
+def test_experts_are_split_where_too_few_experts_remain_to_share() -> None:
+    few = replace(MODEL, experts=Experts(2, top_k=1, ffn=2097152))
+    options = PlanOptions(pp=2, ep_comm="allgather")
+    made = best_plan(few, BATCH, SITE, options, Costs())
+    assert (made.parallel.ep, made.parallel.etp >= 4) == (2, True)
+    with pytest.raises(PlanError, match="does not fit"):
+        best_plan(few, BATCH, SITE, replace(options, etp=1), Costs())
+    assert expert_sizes(replace(few, experts=Experts(8, 2, ffn=512)), options, 16) == [(n, 1) for n in (1, 2, 4, 8)] + [
+        (8, 2)
+    ]
+    assert expert_sizes(few, replace(options, etp=2), 6) == [(1, 2)]
 
 
 @pytest.mark.parametrize(("ep", "nodes"), [(8, 1), (16, 2)])
@@ -191,9 +218,12 @@ def test_the_activations_of_experts_are_those_that_autograd_saves() -> None:
 
 def test_joined_products_hold_the_first_matrices_and_their_gradients() -> None:
     model = replace(MODEL, swiglu=True, experts=Experts(8, top_k=2, ffn=48))
-    assert experts.joined_bytes(model, ep=2, element=2) == 2 * 2 * 4 * 2 * 48 * model.hidden
-    assert experts.joined_bytes(model, ep=8, element=2) == 0  # one expert per rank
-    assert experts.joined_bytes(model, ep=2, element=4) == 0  # computed one after the other
+    two, eight = Parallel.uniform(dp=8, ep=2), Parallel.uniform(dp=8, ep=8)
+    assert experts.joined_bytes(model, two, element=2) == 2 * 2 * 4 * 2 * 48 * model.hidden
+    halves = replace(two, etp=2, ep_comm="allgather")  # of the width of four experts
+    assert experts.joined_bytes(model, halves, element=2) == 2 * 4 * 2 * 48 * model.hidden
+    assert experts.joined_bytes(model, eight, element=2) == 0  # one expert per rank
+    assert experts.joined_bytes(model, two, element=4) == 0  # computed one after the other
 
 
 def test_first_dense_layers_have_the_sizes_of_a_dense_model() -> None:

@@ -45,6 +45,9 @@ def test_expert_groups_are_runs_of_ranks_inside_a_stage() -> None:
     assert concrete["expt_dp"][:4] == [(0, 4), (1, 5), (2, 6), (3, 7)] and len(concrete["expt_dp"]) == 8
     assert concrete["tp_ep_pp"] == [(0, 1, 2, 3, 8, 9, 10, 11), (4, 5, 6, 7, 12, 13, 14, 15)]
     assert {"ep", "expt_dp", "tp_ep_pp"}.isdisjoint(g.kind for g in groups(p, 8, tied=False))
+    split = replace(p, ep=2, etp=2, ep_comm="allgather")  # the same ranks share all experts
+    assert list(groups(split, 8, tied=False, has_experts=True)) == list(groups(p, 8, tied=False, has_experts=True))
+    assert str(split) == "TP 2, PP 2, DP 4, EP 2, ETP 2, all-gathered tokens" and split.settings()["etp"] == 2
 
 
 def test_the_experts_of_a_stage_use_the_network_of_its_fabric() -> None:
@@ -56,6 +59,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "indivisible experts": ({"dp": 3, "ep": 3}, "EP 3 does not divide 4 experts"),
     "indivisible ranks": ({"dp": 3, "ep": 2}, "EP 2 does not divide the 3 ranks of a stage"),
     "dense": ({"dp": 2, "ep": 2, "model": spawn.MODEL}, "EP is 2, the model has no experts.*a model with experts"),
+    "ETP and ranks": ({"dp": 2, "ep": 2, "etp": 2, "ep_comm": "allgather"}, "EP 2 x ETP 2 does not divide the 2 ranks"),
+    "ETP and width": ({"dp": 3, "etp": 3, "ep_comm": "allgather"}, "ETP 3 does not divide the experts' width of 64"),
+    "ETP of whole experts": ({"dp": 2, "etp": 2}, "expert tensor parallelism needs all-gathered tokens"),
+    "ETP, dense": ({"dp": 2, "etp": 2, "ep_comm": "allgather", "model": spawn.MODEL}, "ETP is 2, .* no experts"),
     "zero bubble": (
         {"pp": 2, "schedule": "zero_bubble", "deferred": (0, 0), "final": (1, 1)},
         "experts do not support zero_bubble",
