@@ -1,4 +1,4 @@
-"""Bytes of experts on the testbed: two fabrics of two nodes, PP 2, and EP 2 inside each fabric; and a dense twin.
+"""Bytes of experts on the testbed: two fabrics of two nodes, PP 2, EP 2 or ETP 2 inside each; a dense twin.
 
     holmes testbed up; eval "$(holmes testbed env)"
     python benchmarks/expert_bytes.py [--steps 8] [--root runs/expert-bytes]
@@ -28,7 +28,8 @@ OVERRIDES = (
     *("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.dp=2", "plan.schedule=1f1b"),
 )
 EXPERTS = ("model.experts.count=4", "plan.ep=2")
-RUNS = {"experts": EXPERTS, "all-gather": (*EXPERTS, "plan.ep_comm=allgather"), "dense": ()}
+SPLIT = ("model.experts.count=4", "plan.ep=1", "plan.etp=2", "plan.ep_comm=allgather")
+RUNS = {"experts": EXPERTS, "all-gather": (*EXPERTS, "plan.ep_comm=allgather"), "ETP": SPLIT, "dense": ()}
 WARM_UP = 2  # steps that do not count
 
 
