@@ -654,6 +654,9 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
     for more in (("--gpu", "h100"), ("--grad-dtype", "bf16", "--kv-heads", "8"), ("--overlap-tp", "yes")):
         assert predicted(*more)["step_time_s"] < plain["step_time_s"], more
     assert predicted("--sharding", "none")["memory_bytes_per_gpu"] > plain["memory_bytes_per_gpu"]
+    sharded, hybrid = (predicted("--sharding", "full", *more) for more in ((), ("--instances", "4")))  # HSDP
+    assert hybrid["step_time_s"] < sharded["step_time_s"]
+    assert hybrid["memory_bytes_per_gpu"] > sharded["memory_bytes_per_gpu"]
     assert "90% interval" in holmes(*layout)[1]
     text = " ".join(holmes(*layout, "--overlap-grad-reduce", "no", "--overlap-param-gather", "yes")[1].split())
     assert "Note: train.overlap_param_gather has no effect with train.overlap_grad_reduce=false" in text
@@ -663,6 +666,8 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         (("--grad-dtype", "fp8"), "grad_dtype is 'fp8'"),
         (("--gpu", "abacus"), "unknown GPU 'abacus'"),
         (("--sharding", "hsdp"), "sharding is 'hsdp'"),
+        (("--sharding", "none", "--instances", "2"), "need the distributed optimizer"),
+        (("--instances", "3"), "dp=16 cannot be cut into 3 equal optimizer instances"),
         (("--kv-heads", "7"), "7 kv_heads"),
         (("--attention", "flash", "--dtype", "fp32"), "attention flash supports only fp16"),
         (("--sharding", "full", "--overlap-grad-reduce", "no"), "sharding=full requires overlap"),

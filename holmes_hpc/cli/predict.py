@@ -64,7 +64,7 @@ class _SoftwareFlag(Flag):
 
 
 _SOFTWARE_KEYS = ["attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8", "expert_imbalance"]
-_SOFTWARE_KEYS += ["sharding", "recompute_parts", "recompute_layers"]
+_SOFTWARE_KEYS += ["sharding", "instances", "recompute_parts", "recompute_layers"]
 _SOFTWARE_FLAGS = [_SoftwareFlag("--" + key.replace("_", "-"), key) for key in _SOFTWARE_KEYS]
 SOFTWARE_FLAGS = {flag.name: flag for flag in _SOFTWARE_FLAGS}
 

@@ -282,6 +282,7 @@ def _facts(a: _Values, recompute: str) -> Iterator[tuple[str, Any]]:
     yield "aligned_gather", a.has("overlap-param-gather") and not a.has("no-align-param-gather")
     yield "fused_elementwise", not a.has("no-bias-gelu-fusion", "no-bias-swiglu-fusion", "no-bias-dropout-fusion")
     yield "deduplicated", a.has("moe-enable-deepep")
+    yield "instances", a.number("num-distributed-optimizer-instances", 1)
     if a.has(*_FSDP):
         yield "sharding", _SHARDING[a.text("data-parallel-sharding-strategy", "optim_grads_params", *_SHARDING)]
     if recompute == "full" and a.text("recompute-method", "uniform", "block") == "block":

@@ -198,6 +198,22 @@ def _fsdp_times(layout: Layout, component: Component, reduction: Transport, node
     )
 
 
+def _across_instances(layout: Layout, component: Component) -> np.ndarray:
+    """Return the seconds in which each rank all-reduces its shard of the gradients with its peers in other optimizer
+    instances, in the last backward pass: (per parameter of a stage, per bucket), (2,)."""
+    p, costs, per_node = layout.parallel, layout.costs, component.gpus_per_node
+    count = p.optimizer_instances
+    if layout.is_hierarchical:
+        senders = max(1, p.world_size / count / per_node)
+        transport, links, nodes = layout.inter_dp_transport(), layout.ring_links, count
+    else:
+        nodes = min(count, max(1, p.dp * p.tp // per_node))
+        transport, links, senders = layout.transport_rule.of({component.pool}, nodes == 1), (), 1
+    ring = Ring(layout, component, transport, count, nodes, per_node, links, senders)
+    factor = costs.collectives(layout.pool(component).gpu).all_reduce
+    return ring.seconds("reduce_scatter", factor, costs.wire_size / layout.intra_dp_size)
+
+
 def _sync_times(
     layout: Layout, component: Component, transport: Transport, nodes: int, group: tuple[int, int] | None = None
 ) -> np.ndarray:
@@ -215,13 +231,10 @@ def _sync_times(
     reduce = ring.seconds("reduce_scatter", factor, costs.wire_size)
     if not p.distributed_optimizer:
         return np.array([reduce, np.zeros(2)])
-    if p.optimizer_instances > 1:  # each rank all-reduces its shard with its peers in other instances
-        count, per_node = p.optimizer_instances, component.gpus_per_node
-        senders = max(1, p.world_size / count / per_node)
-        across = Ring(
-            layout, component, layout.inter_dp_transport(), count, count, per_node, layout.ring_links, senders
-        )
-        reduce = reduce + across.seconds("reduce_scatter", library.all_reduce, costs.wire_size / layout.intra_dp_size)
+    if p.optimizer_instances > 1:
+        across = _across_instances(layout, component)
+        is_fsdp = costs.software.sharding in ("gradients", "full")  # its passes include the reduction inside
+        reduce = across if is_fsdp else reduce + across
     return np.array([reduce, ring.seconds("all_gather", library.all_gather, costs.weight_bytes(gpu))])
 
 

@@ -49,7 +49,7 @@ class Software(Checked, where="software"):
     gathered_logits: Annotated[bool, key("every TP rank holds the logits of the complete vocabulary")] = False
     backward_reductions: Annotated[int, key("all-reduces of a layer's backward pass under TP", ge=1)] = 2
     sharding: Annotated[str, key("state that data-parallel ranks shard", one_of=SHARDING)] = "optimizer"
-
+    instances: Annotated[int, key("blocks of data-parallel ranks that each shard a copy (HSDP)", ge=1)] = 1
     recompute_parts: Annotated[tuple[str, ...], key("parts for selective recomputation")] = ("scores",)
     recompute_layers: Annotated[int | None, key("layers per chunk for full recomputation; null: all", ge=0)] = None
 

@@ -260,8 +260,10 @@ def _replica(
             dense + costs[0, :, None] * sparse + costs[1, :, None] * calls
             for dense, costs in zip((reduce, gather), network.experts, strict=True)
         )
-    if software.sharding in ("gradients", "full"):  # FSDP: passes include all traffic but the last layer's reduction
-        gather, reduce = np.zeros_like(gather), reduce / np.maximum(1, layers.sum(axis=2, keepdims=True))
+    if software.sharding in ("gradients", "full"):
+        # FSDP: passes include all traffic but the last layer's reduction, or that of all layers across instances.
+        divisor = np.maximum(1, layers.sum(axis=2, keepdims=True)) if software.instances == 1 else 1
+        gather, reduce = np.zeros_like(gather), reduce / divisor
     ready, tail = gather, reduce
     if _syncs_after_backward(layout):
         reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)

@@ -159,7 +159,7 @@ class Evaluator:
             placement.pp,
             placement.dp,
             order=HIERARCHICAL_ORDER if is_hierarchical else PIPELINE_ORDER,
-            optimizer_instances=placement.instances,
+            optimizer_instances=max(placement.instances, self.costs.software.instances),
             distributed_optimizer=o.distributed_optimizer is not False,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
             ep=ep,
