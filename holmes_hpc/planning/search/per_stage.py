@@ -4,6 +4,7 @@ The most promising shapes (stage_shapes.py) are simulated. For the best shapes, 
 then change one at a time, as long as the simulated step gets shorter.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, permutations
@@ -38,6 +39,8 @@ from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most shapes whose memory is checked
 MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
+MAX_SEARCHED_AGAIN = 3  # sets of fabrics
+MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
@@ -101,17 +104,17 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    If the best one uses only some fabrics, these are searched again: the number of passes to simulate is limited, so a
+    If good ones use only some fabrics, these are searched again: the number of passes to simulate is limited, so a
     search on fewer fabrics tries more shapes. The list is empty if no shape that fits in memory promises a step below
     `max_s` seconds."""
-    found = _search(problem, clock, max_s, effort)
-    if not found or clock.is_over():
-        return found
-    used = {found[0].layout.pool(component).fabric_name for component in found[0].layout.components}
-    pools = [pool for pool in problem.site.pools if pool.fabric_name in used]
-    if len(pools) < len(problem.site.pools) and not problem.options.nodes:
-        on_used = problem._replace(site=problem.site.restricted_to(pools))
-        found += _search(on_used, clock, min(max_s, found[0].seconds), effort)
+    found, site = _search(problem, clock, max_s, effort), problem.site
+    near = (v.layout for v in found if v.seconds < FAR * found[0].seconds)
+    fabrics = dict.fromkeys(frozenset(layout.pool(c).fabric_name for c in layout.components) for layout in near)
+    for used in [*fabrics][:MAX_SEARCHED_AGAIN] if not problem.options.nodes else ():
+        pools = [pool for pool in site.pools if pool.fabric_name in used]
+        if len(pools) < len(site.pools) and not clock.is_over():
+            on_used = problem._replace(site=site.restricted_to(pools))
+            found += _search(on_used, clock, min(max_s, min(v.seconds for v in found)), effort)
     return sorted(found, key=lambda variant: variant.seconds)
 
 
@@ -120,7 +123,8 @@ def _search(problem: Problem, clock: Clock, max_s: float, effort: Effort) -> lis
     options, available = problem.options, available_pools(problem.site, problem.options)
     simulated, tried, passes = list[Variant](), set[Shape](), 0
 
-    def simulate(shape: Shape) -> None:
+    def simulate(shape: Shape) -> bool:
+        """Simulate the shape if it fits in memory; return whether it does."""
         nonlocal passes
         tried.add(shape)
         balanced = _balanced_variant(problem, available, shape)
@@ -129,15 +133,22 @@ def _search(problem: Problem, clock: Clock, max_s: float, effort: Effort) -> lis
         passes += sum(v.passes for v in of_shape)
         simulated.extend(of_shape)
         clock.report(f"planning: layouts with per-stage TP/DP, {len(simulated)} simulated so far")
+        return bool(of_shape)
 
     def is_over(max_passes: int) -> bool:
         return passes > max_passes or bool(simulated and clock.is_over())
 
-    for shape in best_shapes(problem, MAX_OVERESTIMATE * max_s)[:MAX_SHAPES]:
-        if is_over(effort.shapes) and len(tried) >= MIN_SHAPES:
-            break
-        if shape.estimate <= MAX_OVERESTIMATE * min((v.seconds for v in simulated), default=max_s):
-            simulate(shape)
+    def may_win(shape: Shape) -> bool:
+        is_fast = shape.estimate <= MAX_OVERESTIMATE * min((v.seconds for v in simulated), default=max_s)
+        return is_fast and shape not in tried and not (is_over(effort.shapes) and len(tried) >= MIN_SHAPES)
+
+    shapes, on_pools = best_shapes(problem, MAX_OVERESTIMATE * max_s), defaultdict[frozenset[int], list[Shape]](list)
+    for shape in shapes:
+        on_pools[pools_of(shape.stages)].append(shape)
+    for same_pools in on_pools.values():
+        next(filter(simulate, filter(may_win, same_pools[:MAX_UNFIT])), None)  # the first that fits
+    for shape in filter(may_win, shapes[:MAX_SHAPES]):
+        simulate(shape)
     max_passes, expanded = passes + effort.neighbours, set[Shape]()
     while unexpanded := [v for v in simulated if v.shape not in expanded]:
         best, least_s = min(unexpanded, key=lambda v: v.seconds), min(v.seconds for v in simulated)
