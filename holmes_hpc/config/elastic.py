@@ -17,4 +17,10 @@ class ElasticConfig(Checked, where="elastic", dotted=True):
         bool, key("submit the nodes of each pool as a job of its own: training starts on those that are there")
     ] = False
     min_fabrics: Annotated[int, key("with members: fewest pools to start with", ge=1)] = 1
+    copy_every: Annotated[
+        int | None,
+        key(
+            "steps between copies of the state in the memory of two nodes; null: at most 1% of the time; 0: none", ge=0
+        ),
+    ] = None
     dead_s: Annotated[float, key("silence after which a node is lost", unit="s", ge=1)] = 3.0

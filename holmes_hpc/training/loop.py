@@ -19,6 +19,7 @@ from holmes_hpc.planning.schedule.kinds import megatron_kind
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
 from holmes_hpc.training import warm_up
+from holmes_hpc.training.checkpoint.memory_copies import Copies
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets, describe_data
 from holmes_hpc.training.data.prefix import document_end
@@ -96,7 +97,8 @@ class Trainer:
         self.profiler = Profiler(train.profile, session.run.trace, rank, size, self.control, waits)
         self.checkpoints = Checkpoints(session, train, self.models, self.optimizer, self.control)
         watchdog.start_set_up("loading a checkpoint if there is one")
-        self.step = self.checkpoints.load(checkpoint)
+        self.copies = Copies.of(session, config, self.models, self.optimizer, self.control)
+        self.step = (self.copies.load() if self.copies else 0) or self.checkpoints.load(checkpoint)
         has_all_steps = checkpoint and session.attempt == 1 and self.step >= train.steps
         problem = f"saved after step {self.step}, but train.steps is {train.steps}"
         hint = "raise train.steps, which counts the checkpoint's steps too"
@@ -167,7 +169,10 @@ class Trainer:
             self._record(losses, fields, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            any_rank = self.control_flags.exchange(stop=bool(signals.received), writing=self.checkpoints.is_writing())
+            is_copying = self.copies is not None and self.copies.is_busy
+            any_rank = self.control_flags.exchange(
+                stop=bool(signals.received), writing=self.checkpoints.is_writing(), copying=is_copying
+            )
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             start = self._between_steps(any_rank, end)
@@ -191,6 +196,9 @@ class Trainer:
                 self._finish_checkpoint()
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
             self._save()
+        if self.copies is not None and self.copies.is_due(self.step, any_rank.copying):
+            self._finish_record()  # a run that continues after this step does not repeat it
+            self.copies.start(self.step)
         self.profiler.start_step(self.step + 1)
         self._pause_s = time.perf_counter() - start
         if self._pause_s < 1e-3:
@@ -230,6 +238,8 @@ class Trainer:
             stored_losses = self._forward_backward(batches, forward_only=False)
         optimizer.set_options(self.optimizer, self.settings, rate)
         with self.breakdown.part("optimizer_s"):
+            if self.copies is not None:
+                self.copies.wait_until_read()
             updated, norm = optimizer.step(self.optimizer, self.models, gather=self.step < self.settings.steps)
         losses = torch.stack(stored_losses).tolist() if stored_losses else []
         optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
@@ -344,7 +354,8 @@ class Trainer:
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
         )
         has_paused = "pause_before_s" in fields or self.checkpoints.has_unfinished_save
-        self._is_step_only = bool(self.last_metrics) and not has_paused
+        is_copying = self.copies is not None and self.copies.is_busy
+        self._is_step_only = bool(self.last_metrics) and not has_paused and not is_copying
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:
             self._logged_at = time.monotonic()
@@ -378,6 +389,8 @@ class Trainer:
     def close(self) -> None:
         """Write the rest of the NIC log and of a profile, wait for pending stage transfers, and close the loggers."""
         self.nic_log.write()
+        if self.copies is not None:
+            self.copies.finish()
         self.profiler.close()
         if isinstance(self.edges, Edges):
             self.edges.close()

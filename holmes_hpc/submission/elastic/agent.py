@@ -38,6 +38,7 @@ from holmes_hpc.submission.local_ranks import preload, redirect_output
 from holmes_hpc.waiting import attempts
 
 BEAT_S = 0.25
+SLOTS_PER_RANK = 4  # training/checkpoint/memory_copies.py
 MAX_TAKEOVERS = 3  # then the job is requeued
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # which ranks handle
 
@@ -49,6 +50,7 @@ class Agent:
         self._run, self._dead_s, self._start, self._is_forked = run, dead_s, 0, False
         self._is_stopped = False  # the ranks are told to save and end
         self._ranks, self._codes = dict[int, int](), dict[int, int]()  # process id -> rank; rank -> exit code
+        self._slots = list[str]()  # memory for copies of the ranks' state, which outlives the ranks
         self.coordinator = 0  # process id of the one that this agent has started
         self.member = own_member()
         self.is_leaving, self.is_known = False, False  # its job is being ended; a coordinator has answered it
@@ -95,6 +97,8 @@ class Agent:
             if order.is_go and not self._is_forked:
                 self._is_forked, agent = True, os.getpid()
                 self.has_trained |= order.ranks > 0
+                while len(self._slots) < SLOTS_PER_RANK * order.ranks:
+                    self._slots.append(f"/proc/self/fd/{os.memfd_create('holmes_copy')}")
                 for index in range(order.ranks):
                     if not (pid := os.fork()):
                         connection.close()
@@ -125,6 +129,9 @@ class Agent:
         os.environ.update({f"SLURM_{name}": str(value) for name, value in values.items()})
         os.environ.update({f"SLURM_JOB_NODELIST_HET_GROUP_{i}": hosts for i, hosts in enumerate(order.hosts)})
         os.environ["HOLMES_START"] = str(order.start)
+        first, others = SLOTS_PER_RANK * index, SLOTS_PER_RANK * order.ranks  # the first rank also reads the others
+        slots = self._slots[first : first + SLOTS_PER_RANK] + (self._slots[others:] if index == 0 else [])
+        os.environ["HOLMES_COPY_SLOTS"] = ":".join(slots)
         redirect_output(self._run.log_path(rank), self._run.log_path(rank))
 
     def next_coordinator(self, folder: Path, lost: Published) -> Published | None:

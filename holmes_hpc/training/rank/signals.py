@@ -38,16 +38,18 @@ class Signals:
 
 @dataclass(frozen=True)
 class AnyRank:
-    """Two flags, each true if at least one rank set it in the previous step. The defaults are for the first step.
+    """Flags, each true if at least one rank set it in the previous step. The defaults are for the first step.
 
-    `stop`: the rank has received a stop signal; `writing`: the rank was still writing a checkpoint."""
+    `stop`: the rank has received a stop signal; `writing`: the rank was still writing a checkpoint; `copying`: the rank
+    was still copying its state in memory."""
 
     stop: bool = False
     writing: bool = True
+    copying: bool = True
 
 
 class ControlAllReduce:
-    """An all-reduce of two flags over all ranks, once per step. It overlaps the next step, so no rank waits for it.
+    """An all-reduce of flags over all ranks, once per step. It overlaps the next step, so no rank waits for it.
 
     All ranks read the result at the end of that next step, so they all stop after the same step.
     """
@@ -56,10 +58,10 @@ class ControlAllReduce:
         self._group = group
         self._pending: tuple[torch.Tensor, Any] | None = None
 
-    def exchange(self, *, stop: bool, writing: bool) -> AnyRank:
+    def exchange(self, *, stop: bool, writing: bool, copying: bool) -> AnyRank:
         """Start the all-reduce of this step's flags. Return the combined flags of the previous step."""
         previous = self.finish()
-        flags = torch.tensor([int(stop), int(writing)])
+        flags = torch.tensor([int(stop), int(writing), int(copying)])
         self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
         return previous
 
@@ -75,4 +77,4 @@ class ControlAllReduce:
         flags, work = self._pending
         self._pending = None
         work.wait()
-        return AnyRank(bool(flags[0]), bool(flags[1]))
+        return AnyRank(*map(bool, flags.tolist()))
