@@ -27,6 +27,8 @@ LIMIT_OF_A_RANK_S = 8.0
 LIMIT_OF_THE_FIRST_NODE_S = 25.0
 STEPS_AFTER = 30  # compared after a change of the plan
 HIT = 10  # the step after which the node is lost
+COPY_EVERY, STEPS_OF_A_COPY = 4, 4  # the latter may pass before all ranks know that a copy is complete
+COPIES = (f"elastic.copy_every={COPY_EVERY}", "train.checkpoint_interval=0")  # no checkpoint on the disk
 PAUSE_S, AWAY_S = 2.0, 60.0  # disturbances without consequences
 
 
@@ -84,21 +86,22 @@ def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
     first, last = first_step_of(run, 2), interruptions.steps_of(run, 1)[-1]
     seconds, repeated = first["time"] - lost_at, last + 1 - first["step"]
     print(f"{node} {kind}: first step after {seconds:.1f} s, {repeated} steps again, load {load:.1f}")
-    assert repeated <= interruptions.INTERVAL
+    is_copied = "copies in memory" in run.log_path(0).read_text()
+    assert repeated <= (COPY_EVERY + STEPS_OF_A_COPY if is_copied else interruptions.INTERVAL)
     return seconds, state
 
 
 @pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2"), ("down", "ib2")])
 def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptions.Figures) -> None:
-    run = interruptions.submit(
-        root / f"{kind}-{time.time():.0f}", "elastic.enabled=true", "train.checkpoint_async=false"
-    )
+    state_from = ("train.checkpoint_async=false",) if kind == "down" else COPIES
+    run = interruptions.submit(root / f"{kind}-{time.time():.0f}", "elastic.enabled=true", *state_from)
     seconds, state = lose(run, kind, node)
     attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
     assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
     reason = "silent for 3." if kind == "silent" else "its agent ended"
     assert f"lost node {node} ({reason}" in log and run_status(run).state == "completed"
     assert interruptions.figures(run) == whole
+    assert ("from a copy in memory" in run.log_path(0).read_text()) == (state_from is COPIES)
     assert seconds < LIMIT_S
 
 
@@ -162,7 +165,7 @@ def fewer(root: Path) -> Path:
 @pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
 def test_without_a_spare_the_run_continues_on_fewer_nodes(kind: str, node: str, fewer: Path) -> None:
     whole = interruptions.undisturbed_figures(fewer)
-    options = ("elastic.enabled=true", "elastic.spares=0", "train.checkpoint_async=false")
+    options = ("elastic.enabled=true", "elastic.spares=0", *COPIES)
     run = interruptions.submit(fewer / f"{kind}-{time.time():.0f}", *options)
     seconds, state = lose(run, kind, node)
     attempts, log, plan = run.read_run()["attempts"], (run.logs / "batch.txt").read_text(), Plan.read(run.plan_path)
