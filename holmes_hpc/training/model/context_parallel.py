@@ -8,12 +8,14 @@ attention. With Transformer Engine, its own attention is used, which distributes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.tensor_parallel.mappings import all_to_all
 
 Pending = tuple[torch.Tensor, list[Any]]  # the received tensor; the requests, then the sent tensor to keep it
 
@@ -45,29 +47,15 @@ def part_of(batch: dict[str, Any]) -> dict[str, Any]:
     return part | {"loss_tokens": batch["loss_mask"].sum()}
 
 
-class _Exchange(torch.autograd.Function):
-    """An all-to-all of the parts along the first dimension, one part per rank. Gradients return in the same way."""
-
-    @staticmethod
-    def forward(context: Any, sent: torch.Tensor) -> torch.Tensor:
-        sent = sent.contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=parallel_state.get_context_parallel_group())
-        return received
-
-    @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return _Exchange.forward(context, gradient)
-
-
 def with_all_tokens(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """Return the output of `attend` for this rank's tokens and all heads. `attend` is called with the tokens of all
     ranks and 1/`cp` of the heads. Tensors are (tokens, batch, heads, width)."""
+    exchange = partial(all_to_all, parallel_state.get_context_parallel_group())  # of parts, one per rank
     heads = [tensor.size(2) // size() for tensor in tensors]
-    parts = torch.cat([tensor.unflatten(2, (size(), -1)) for tensor in tensors], 3).movedim(2, 0)  # one per rank
-    early, late = _Exchange.apply(parts).chunk(2, 1)  # the two chunks of each rank
+    parts = torch.cat([tensor.unflatten(2, (size(), -1)) for tensor in tensors], 3).movedim(2, 0)
+    early, late = exchange(parts).chunk(2, 1)  # the two chunks of each rank
     output = attend(*torch.cat([early.flatten(0, 1), late.flip(0).flatten(0, 1)]).split(heads, 2))
-    return _Exchange.apply(torch.stack([_part(output, 0, rank) for rank in range(size())])).movedim(0, 2).flatten(2, 3)
+    return exchange(torch.stack([_part(output, 0, rank) for rank in range(size())])).movedim(0, 2).flatten(2, 3)
 
 
 class RingAttention(torch.autograd.Function):
