@@ -8,6 +8,7 @@ import pandas as pd
 
 from holmes_hpc.console import NONE, data_size
 from holmes_hpc.errors import counted
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.results.columns import family_values, has_value, stage_breakdown
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
@@ -182,16 +183,12 @@ def transports(plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return a mapping for each distinct `kind`, `transport`, `nic` and `fabric` of the plan's process groups.
 
     A mapping also has the number of such `groups`, and the `ranks` of the first of these groups."""
-    ranks_by_kind: dict[tuple[str, str, str, str], list[list[int]]] = {}
+    defaults = {"kind": NONE, "transport": NONE, "nic": None, "fabric": None}
+    pairs = []
     for group in plan.get("transports") or []:
-        kind, transport = (str(group.get(name) or NONE) for name in ("kind", "transport"))
-        key = (kind, transport, str(group.get("nic") or ""), str(group.get("fabric") or ""))
-        ranks_by_kind.setdefault(key, []).append(list(group.get("ranks") or []))
-    names = ("kind", "transport", "nic", "fabric")
-    return [
-        {**dict(zip(names, (value or None for value in key), strict=True)), "groups": len(ranks), "ranks": ranks[0]}
-        for key, ranks in ranks_by_kind.items()
-    ]
+        key = tuple((name, str(group[name]) if group.get(name) else default) for name, default in defaults.items())
+        pairs.append((key, list(group.get("ranks") or [])))
+    return [{**dict(key), "groups": len(ranks), "ranks": ranks[0]} for key, ranks in grouped(pairs)]
 
 
 def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:

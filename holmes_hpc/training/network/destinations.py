@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.network.audit import PlannedBytes
 from holmes_hpc.training.network.interfaces import NodeTransports
@@ -25,11 +26,9 @@ def edge_receivers(plan: Plan, nodes: Sequence[NodeTransports]) -> list[dict[str
 
 def planned_fabric_bytes(plan: Plan, planned: PlannedBytes) -> dict[str, dict[str, float]]:
     """Return the payload bytes per step between fabrics: sending fabric -> receiving fabric -> bytes."""
-    rings = defaultdict[tuple[str, tuple[int, ...]], list[tuple[int, float]]](list)
-    for group, rank, amount in planned:
-        rings[group.kind, group.ranks].append((rank, amount))
+    rings = grouped(((group.kind, group.ranks), (rank, amount)) for group, rank, amount in planned)
     sums: dict[str, dict[str, float]] = {}
-    for ring in rings.values():
+    for _, ring in rings:
         for (rank, amount), (receiver, _) in zip(ring, [*ring[1:], ring[0]], strict=True):  # to the next rank
             a, b = (plan.site.pool(plan.places[r].pool).fabric_name for r in (rank, receiver))
             if a != b:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holmes_hpc.fabric.finding import MAX_SKEW_S, Finding
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.slurm.hostlist import compress
 
 WARN_BELOW, STOP_BELOW = 0.5, 0.1  # shares of the declared rate below which a link gives a warning, or an error
@@ -150,15 +151,12 @@ def find_node_faults(infos: Sequence[NodeInformation], groups: Iterable[Communic
         for rank in group.ranks:
             if group.kind not in by_node[node_of[rank]].nics:
                 missing.setdefault((node_of[rank], group.kind), group.label)
-    owners: dict[tuple[str, str], list[str]] = {}
-    for info in infos:
-        for kind, nic in info.nics.items():
-            owners.setdefault((kind, nic.address), []).append(info.node)
+    owners = grouped(((kind, nic.address), info.node) for info in infos for kind, nic in info.nics.items())
     findings, hint = list[Finding](), "bring it up, or correct the node's features (holmes label)"
     for (node, kind), label in missing.items():
         findings.append(Finding("error", f"node {node}", f"no {_NAMES[kind]} NIC for group {label}", hint, node))
     hint = "give each node its own address; a container bridge's address is not a node's"
-    for (kind, address), (first, *others) in owners.items():
+    for (kind, address), (first, *others) in owners:
         if others:
             where, interface = f"nodes {compress([first, *others])}", by_node[first].nics[kind].interface
             problem = f"all have the address {address} on {interface}"
@@ -335,11 +333,8 @@ def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Se
 def find_clock_skew(reports: Sequence[LinkReport]) -> list[Finding]:
     """Return a warning for each node whose clock is over a minute off. A node's skew is the median of the skews that
     other nodes report for it. It counts only if at least half of the nodes report one."""
-    offsets: dict[str, list[float]] = {}
-    for report in reports:
-        for node, seconds in report.skew_s.items():
-            offsets.setdefault(node, []).append(seconds)
-    skew_s = {node: sorted(s)[len(s) // 2] for node, s in sorted(offsets.items()) if 2 * len(s) >= len(reports)}
+    offsets = grouped(pair for report in reports for pair in report.skew_s.items())
+    skew_s = {node: sorted(s)[len(s) // 2] for node, s in sorted(offsets) if 2 * len(s) >= len(reports)}
     hint = "start a time service there (chrony); munge refuses credentials at 300 s"
     return [
         Finding("warning", f"node {node}", f"its clock is {seconds:+.0f} s off the others'", hint, node)

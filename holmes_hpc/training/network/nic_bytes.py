@@ -18,6 +18,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from holmes_hpc.fabric.nics import NodeNics, candidates, role_of
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.files import append_line, to_json
@@ -93,11 +94,8 @@ def bytes_by_kind(counters: Mapping[str, tuple[int, int]], nics: NodeNics) -> di
     if best and (kinds.get(best[0].name) == "other" or has_port_counters or nics.sockets is not None):
         kinds[best[0].name] = "ethernet"
     kinds.update({p.name: p.kind if p.name in compute else "other" for p in ports})
-    counted = [(kind, *counters[name]) for name, kind in kinds.items() if name in counters]
-    return {
-        kind: (sum(tx for k, tx, _ in counted if k == kind), sum(rx for k, _, rx in counted if k == kind))
-        for kind, _, _ in counted
-    }
+    counted = grouped((kind, counters[name]) for name, kind in kinds.items() if name in counters)
+    return {kind: (sum(tx for tx, _ in pairs), sum(rx for _, rx in pairs)) for kind, pairs in counted}
 
 
 def _number(path: Path) -> int:
