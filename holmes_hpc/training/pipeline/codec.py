@@ -11,35 +11,24 @@ SCALE_BYTES = 4  # an fp32 scale beside every row
 
 
 class Codec:
-    """The format of a tensor on the wire; this base class leaves it unchanged.
+    """The format of a tensor on the wire. `dtype`: a type of the same range to round to; None: the tensor's own.
 
     `encode` returns the contiguous tensor to send; `buffer` returns the tensor to receive into for a `target`; `decode`
     writes the received value into `target`. Without a conversion the buffer is `target` itself.
     """
 
-    def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def buffer(self, target: torch.Tensor) -> torch.Tensor:
-        return target
-
-    def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None: ...
-
-
-class Cast(Codec):
-    """A codec that rounds to a type of the same range."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
 
     def encode(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.dtype)
+        return tensor.to(self._dtype or tensor.dtype)
 
     def buffer(self, target: torch.Tensor) -> torch.Tensor:
-        return torch.empty(target.shape, dtype=self.dtype, device=target.device)
+        return target if self._dtype is None else torch.empty_like(target, dtype=self._dtype)
 
     def decode(self, wire: torch.Tensor, target: torch.Tensor) -> None:
-        target.copy_(wire)
+        if wire is not target:
+            target.copy_(wire)
 
 
 class RowScaled(Codec):
@@ -73,7 +62,7 @@ class RowScaled(Codec):
 IDENTITY = Codec()
 _CODECS: dict[str, tuple[int, Codec]] = {  # bytes of a value on the wire (64: more than any type has), codec
     "same": (64, IDENTITY),
-    "bf16": (2, Cast(torch.bfloat16)),
+    "bf16": (2, Codec(torch.bfloat16)),
     "fp16": (2, RowScaled(torch.float16)),
     "fp8": (1, RowScaled(torch.float8_e4m3fn)),
 }
