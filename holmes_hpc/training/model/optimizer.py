@@ -32,17 +32,6 @@ from holmes_hpc.training.network.per_stage_groups import pipeline_stub
 from holmes_hpc.training.network.reduce_scatter import reduce_scatter
 
 
-def groups_for_ddp() -> ProcessGroupCollection:
-    """Return Megatron's groups as for a single stage, so that its DDP splits gradients into buckets on every stage.
-
-    By default, DDP does so only on the first stage, because later stages can reduce gradients in the pipeline bubble.
-    In a heterogeneous pipeline, however, a later stage may have the slow network.
-    """
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    groups.pp = pipeline_stub(0, 1)
-    return groups
-
-
 def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
     """Wrap the model chunks in Megatron-Core's DDP with buckets of `plan.bucket_bytes`."""
     p, grad_dtype = plan.parallel, plan.grad_dtype or "fp32"
@@ -70,17 +59,18 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     )
     if ddp.reduce_scatter_with_fp32_accumulation:
         param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = reduce_scatter
+    model_config, groups = config, ProcessGroupCollection.use_mpu_process_groups()
+    if plan.is_per_stage:  # sum over replicas, whose number differs: a loss is already divided by the micro-batches
+        model_config = copy.copy(config)
+        model_config.calculate_per_token_loss = True
+    # By default, DDP splits gradients into buckets only on the first stage, because later stages can reduce gradients
+    # in the pipeline bubble. In a heterogeneous pipeline, however, a later stage may have the slow network.
+    groups.pp = pipeline_stub(0, 1)
     wrapped = []
     for index, chunk in enumerate(chunks):
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
         # as by default in Megatron for interleaved stages, later chunks reduce while the first one computes
-        wrapper = DistributedDataParallel(
-            _sum_gradients(config) if plan.is_per_stage else config,
-            ddp,
-            inner,
-            disable_bucketing=index > 0,
-            pg_collection=groups_for_ddp(),
-        )
+        wrapper = DistributedDataParallel(model_config, ddp, inner, disable_bucketing=index > 0, pg_collection=groups)
         wrapper.config = config
         for group in experts.bucket_groups(wrapper):  # in later versions, a group would wait for the one before
             group.previous_grad_reduce_bucket_group = None
@@ -94,16 +84,6 @@ def reduces_by_all_to_all(plan: Plan) -> bool:
     places, p = [plan.places[rank] for rank in ranks], plan.parallel
     library = collectives(plan.site.pool(places[0].pool).gpu)
     return p.distributed_optimizer and library.is_all_to_all(len(ranks), len({*places}), p.optimizer_instances)
-
-
-def _sum_gradients(config: Any) -> Any:
-    """Return a copy of `config` that makes DDP sum gradients over a stage's replicas instead of averaging them.
-
-    Each loss is already divided by the step's number of micro-batches, and stages may differ in their replicas.
-    """
-    ddp_config = copy.copy(config)
-    ddp_config.calculate_per_token_loss = True
-    return ddp_config
 
 
 def build(
