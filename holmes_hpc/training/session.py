@@ -1,7 +1,5 @@
 """The session of a rank: meet the other ranks, and set up this rank's networks, process groups and device."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

@@ -5,8 +5,6 @@ that is most of a model's activation memory. Torch's fused kernels avoid it (Fla
 arXiv 2205.14135; a similar kernel on CPUs) and need only torch.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

@@ -5,8 +5,6 @@ A sequence has 2 * cp chunks. Rank i holds chunks i and 2 * cp - 1 - i, so that 
 attention. With Transformer Engine, its own attention is used, which distributes chunks in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

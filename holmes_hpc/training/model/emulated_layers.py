@@ -7,8 +7,6 @@ embedding, the head, the exchanges of context parallelism, and delays by other r
 and the exchanges between experts take their actual time in addition. Losses and gradients do not change.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

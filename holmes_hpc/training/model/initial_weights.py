@@ -6,8 +6,6 @@ integer arithmetic, from a hash of the element's index in the full parameter. On
 multiplication by a constant, which all devices round equally. A rank computes only its own part.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

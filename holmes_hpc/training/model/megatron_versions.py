@@ -1,8 +1,6 @@
 """The differences between Megatron-Core's versions 0.16.1 to 0.19. Only this module distinguishes them, by the
 parameters of their functions."""
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import io

@@ -1,7 +1,5 @@
 """Data parallelism and the optimizer of a plan: Megatron-Core's DDP and (distributed) Adam, or Muon."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Replicas that differ stay different, because all receive the same updates. Nothi
 the loss still falls.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

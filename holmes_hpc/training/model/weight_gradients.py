@@ -6,8 +6,6 @@ their order are those of Megatron-Core's linear layers (tensor_parallel/layers.p
 Norms, embedding, biases and head get their gradients in the backward pass as usual.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial

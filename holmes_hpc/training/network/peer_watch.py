@@ -5,8 +5,6 @@ node therefore watches the next node, in a ring of all nodes over Ethernet and i
 NICs. The watched node's kernel answers the probes, so a stopped or busy process does not make its node look silent.
 """
 
-from __future__ import annotations
-
 import errno
 import socket
 from collections.abc import Sequence
