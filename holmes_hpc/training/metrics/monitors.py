@@ -1,11 +1,10 @@
 """The monitors of a run on rank 0: they warn about slow NICs, links and nodes from every rank's row of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from holmes_hpc.config.train import TrainConfig
+from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.metrics.metrics_line import NIC_COLUMNS, SENT_COLUMNS, part_by_rank
 from holmes_hpc.training.metrics.openmetrics import Exporter
 from holmes_hpc.training.network.audit import Audit, planned_bytes
@@ -13,10 +12,7 @@ from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.network.nic_bytes import Rows
 from holmes_hpc.training.network.slow_links import slow_edge_detector, slow_link_detector
 from holmes_hpc.training.rank.stragglers import Stragglers, work_of_stages
-
-if TYPE_CHECKING:
-    from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-    from holmes_hpc.training.session import Session
+from holmes_hpc.training.session import Session
 
 UNBALANCED = 1.1  # of `expert_imbalance`: from here on, a rank may take longer because of its experts, not its node
 

@@ -1,8 +1,6 @@
 """Live metrics of a run in OpenMetrics' text format: in a file for node_exporter's textfile collector, or on a port of
 rank 0. grafana.json beside this file is a Grafana dashboard."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import threading
@@ -11,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,13 +19,11 @@ from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.records.files import to_json, write_whole
 from holmes_hpc.records.rates import finite, goodput, number
 from holmes_hpc.tables import read_table
+from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.network.audit import PlannedBytes
 from holmes_hpc.training.network.destinations import planned_fabric_bytes
 from holmes_hpc.training.rank.log import log_line
-
-if TYPE_CHECKING:
-    from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
-    from holmes_hpc.training.session import Session
+from holmes_hpc.training.session import Session
 
 EVERY_S = 5.0  # least time between two writes, or between two readings of a GPU
 CONTENT_TYPE = "application/openmetrics-text; version=1.0.0; charset=utf-8"

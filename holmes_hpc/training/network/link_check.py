@@ -1,15 +1,14 @@
 """The check of all links at start. One rank per node runs it; the nodes coordinate through the key-value store."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
@@ -30,9 +29,6 @@ from holmes_hpc.training.network.link_diagnosis import (
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 from holmes_hpc.training.network.rendezvous import exchange, set_outcome
 
-if TYPE_CHECKING:
-    from torch.distributed import Store
-
 _BASE = "holmes/links"
 _DONE = f"{_BASE}/done"
 
@@ -48,7 +44,7 @@ class Limits:
     repeat_s: float = 0.75
 
 
-def publish_error(store: Store, error: HolmesError) -> None:
+def publish_error(store: dist.Store, error: HolmesError) -> None:
     """Publish this node's error as the outcome of the check, so that the other nodes do not wait for this one."""
     arguments = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
@@ -59,7 +55,7 @@ def publish_error(store: Store, error: HolmesError) -> None:
 
 
 def run_link_check(
-    store: Store,
+    store: dist.Store,
     info: NodeInformation,
     nodes: Sequence[str],
     groups: Sequence[CommunicationGroup],
@@ -84,7 +80,7 @@ def run_link_check(
     return findings
 
 
-def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
+def await_link_check(store: dist.Store, timeout_s: float = 60.0) -> None:
     """Wait until the check is over. The ranks of a node that do not run the check call this function.
     Raise NetworkError if the check failed or took too long."""
     errors, what = (RuntimeError, TimeoutError), f"no outcome within {timeout_s:g} s"
@@ -100,7 +96,7 @@ def await_link_check(store: Store, timeout_s: float = 60.0) -> None:
 class _LinkCheck:
     """One node's part of the check; `info`: the data that the node publishes."""
 
-    store: Store
+    store: dist.Store
     info: NodeInformation
     nodes: Sequence[str]
     groups: Sequence[CommunicationGroup]
