@@ -12,20 +12,8 @@ import torch.distributed as dist
 
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
-from holmes_hpc.training.network.link_diagnosis import (
-    CommunicationGroup,
-    LinkReport,
-    NodeInformation,
-    NodeLink,
-    declared_gbps,
-    find_clock_skew,
-    find_node_faults,
-    find_slow_links,
-    find_unreachable,
-    grade,
-    measurement_rounds,
-    peer_links,
-)
+from holmes_hpc.training.network import link_diagnosis as diagnosis
+from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, LinkReport, NodeInformation, NodeLink
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
 from holmes_hpc.training.network.rendezvous import exchange, set_outcome
 
@@ -109,13 +97,13 @@ class _LinkCheck:
 
     def run(self) -> list[Finding]:
         infos = [msgspec.convert(data, NodeInformation) for data in self._gather("nodes", self.info)]
-        node_faults = find_node_faults(infos, self.groups)
+        node_faults = diagnosis.find_node_faults(infos, self.groups)
         raise_errors(node_faults)
         by_node = {info.node: info for info in infos}
         reports = self._gather_reports("reached", self._connect(infos, by_node))
-        raise_errors(find_unreachable(infos, reports))
+        raise_errors(diagnosis.find_unreachable(infos, reports))
         samples = self._gather_reports("sampled", self._measure(infos, by_node))
-        findings = node_faults + find_slow_links(infos, samples) + find_clock_skew(reports)
+        findings = node_faults + diagnosis.find_slow_links(infos, samples) + diagnosis.find_clock_skew(reports)
         raise_errors(findings)
         return findings
 
@@ -137,7 +125,7 @@ class _LinkCheck:
         return [msgspec.convert(r, LinkReport) for r in self._gather(name, report)]
 
     def _connect(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
-        links = {(link.kind, link.receiver): link for link in peer_links(infos, self.groups, self.node)}
+        links = {(link.kind, link.receiver): link for link in diagnosis.peer_links(infos, self.groups, self.node)}
         replies = {
             (kind, peer): reply
             for kind in sorted({kind for kind, _ in links})
@@ -156,7 +144,7 @@ class _LinkCheck:
 
     def _measure(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
         measured: list[tuple[NodeLink, float | None]] = []
-        rounds = measurement_rounds(infos, self.groups)
+        rounds = diagnosis.measurement_rounds(infos, self.groups)
         for number, links in enumerate(rounds):
             for link in links:
                 if link.sender == self.node:
@@ -180,7 +168,7 @@ class _LinkCheck:
 
         gbps = measure(link.receiver, self.limits.sample_s)
         samples = [(link, gbps)]
-        if grade(gbps, declared_gbps(by_node, link)) != "ok":
+        if diagnosis.grade(gbps, diagnosis.declared_gbps(by_node, link)) != "ok":
             samples.append((link, measure(link.receiver, self.limits.repeat_s)))
             if third is not None:
                 samples.append(
