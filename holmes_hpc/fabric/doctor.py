@@ -29,14 +29,9 @@ OLDEST = (22, 5)  # the oldest supported release of Slurm
 SAFE_HETJOBS = (24, 11)  # the first release in which an impossible component cannot kill slurmctld
 
 
-def check_config(config: Config) -> list[Finding]:
-    """Return a finding for each Slurm setting that hinders heterogeneous jobs, restarts or accounting."""
-    cases = _config_cases(config)
-    return [Finding(level, "slurm.conf", problem, hint) for applies, level, problem, hint in cases if applies]
-
-
 def _config_cases(config: Config) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield (whether the configuration has the fault, level, problem, hint) for each known fault."""
+    """Yield (whether it applies, level, problem, hint) for each Slurm setting that hinders heterogeneous jobs, restarts
+    or accounting."""
     for problem, hint in config.hetjob_obstacles():
         yield True, "error", problem, hint
     version, release = config.version or SAFE_HETJOBS, f"Slurm {config.get('SLURM_VERSION')}"
@@ -189,8 +184,9 @@ def ordered(findings: Iterable[Finding]) -> list[Finding]:
 def diagnose(config: Config, listing: Listing, facts: Sequence[Facts], env: Mapping[str, str]) -> list[Finding]:
     """Return all findings about a cluster, from what Slurm and the nodes (`facts`) reported. Runs no command."""
     nodes, grouping = listing.nodes, listing.grouping
-    findings = [*check_config(config), *check_features(nodes, grouping)]
-    findings += check_partitions(listing.partitions, grouping)
+    cases = _config_cases(config)
+    findings = [Finding(level, "slurm.conf", problem, hint) for applies, level, problem, hint in cases if applies]
+    findings += [*check_features(nodes, grouping), *check_partitions(listing.partitions, grouping)]
     if not grouping.pools:
         findings.append(Finding("error", f"cluster {config.cluster}", "no node can be used", "see the other findings"))
     versions = {f.node: f.software for f in facts if f.software}

@@ -129,11 +129,7 @@ def to_json(value: Any) -> str:
     try:
         return encode(value)
     except ValueError:
-        return encode(map_leaves(value, _finite_or_none))
-
-
-def _finite_or_none(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return encode(map_leaves(value, lambda v: None if isinstance(v, float) and not math.isfinite(v) else v))
 
 
 def file_error(path: Path, error: OSError) -> RunFailed:

@@ -163,8 +163,10 @@ def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
     distinctions = pd.Series("", index=cells.index, dtype="object")
     for _, group in cells.groupby(["system", "varied", "environment", "placement"], dropna=False, observed=True):
         differ = [name for name in NOT_IN_ROWS if group[name].nunique(dropna=False) > 1]
+        group_sizes = [_sizes(row) for _, row in entries(group)]
         for index, cell in entries(group):
-            texts = {name: f"{name}={as_text(cell[name])}" for name in differ} | {"sizes": _other_sizes(cell, group)}
+            sizes = (size for size in _sizes(cell) if any(size not in row for row in group_sizes))
+            texts = {name: f"{name}={as_text(cell[name])}" for name in differ} | {"sizes": " ".join(sizes)}
             distinctions[index] = " ".join(filter(None, (texts[name] for name in differ)))
     return cells.assign(apart=distinctions)
 
@@ -172,12 +174,6 @@ def _with_distinctions(cells: pd.DataFrame) -> pd.DataFrame:
 def _sizes(run: Mapping[str, Any]) -> list[str]:
     """Return the sizes of the model as texts: ["layers=12", "hidden=768", …]."""
     return [f"{key}={as_text(value)}" for key, value in family_values(run, "model_spec").items() if key != "name"]
-
-
-def _other_sizes(cell: Mapping[str, Any], group: pd.DataFrame) -> str:
-    """Return as text the model sizes in which `cell` differs from other cells of `group`."""
-    group_sizes = [_sizes(row) for _, row in entries(group)]
-    return " ".join(size for size in _sizes(cell) if any(size not in row for row in group_sizes))
 
 
 def _with_speedups(cells: pd.DataFrame, runs: pd.DataFrame) -> pd.DataFrame:

@@ -287,7 +287,9 @@ def _write_calibration(
     calibration = build_calibration(
         plan, ranks, fitted, steps, all_reduce_s=all_reduce_s, dtype=train.dtype, pace_layer_ms=train.pace_layer_ms
     )
-    _log_fits(samples, fitted)
+    for sample in samples:
+        times = f"{sample.seconds:.6f} s, fit {networks.fitted_s(sample, fitted):.6f} s"
+        log_line(f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {times}")
     _warn_of_other_gpus(calibration, plan)
     write_whole(Path(run.path, FILE), yaml.safe_dump(calibration.to_dict(), sort_keys=False))
     software = Software(**Software.facts_of(train, plan.transport_mode))
@@ -296,14 +298,6 @@ def _write_calibration(
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
     log_line(f"step time: measured {measured:.4f} s, predicted from the measured parts {predicted:.4f} s")
     return calibration.to_dict()
-
-
-def _log_fits(samples: Sequence[networks.Sample], fitted: networks.FittedLinks) -> None:
-    for sample in samples:
-        log_line(
-            f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {sample.seconds:.6f} s, "
-            f"fit {networks.fitted_s(sample, fitted):.6f} s"
-        )
 
 
 def _warn_of_other_gpus(calibration: Calibration, plan: Plan) -> None:

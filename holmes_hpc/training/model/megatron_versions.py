@@ -24,10 +24,6 @@ COMMON = "common_state"  # the entry in which versions from 0.17 on store what e
 _DEVELOPER_MESSAGES = ("GPTModel IS DEPRECATED", "DistributedDataParallel: full_param_layout", "MCore's async save is")
 
 
-def _is_for_users(record: logging.LogRecord) -> bool:
-    return not record.getMessage().startswith(_DEVELOPER_MESSAGES)
-
-
 def filter_logs() -> None:
     """Keep messages for developers out of the ranks' logs."""
     for name in (
@@ -35,7 +31,8 @@ def filter_logs() -> None:
         "distributed.distributed_data_parallel",
         "dist_checkpointing.strategies.torch",
     ):
-        logging.getLogger(f"megatron.core.{name}").addFilter(_is_for_users)
+        logger = logging.getLogger(f"megatron.core.{name}")
+        logger.addFilter(lambda record: not record.getMessage().startswith(_DEVELOPER_MESSAGES))
 
 
 def _takes(function: Any, parameter: str) -> bool:
