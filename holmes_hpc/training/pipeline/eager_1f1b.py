@@ -43,6 +43,7 @@ from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.schedule.kinds import Pass, WeightPass
 from holmes_hpc.planning.schedule.launches import Post, launches
 from holmes_hpc.planning.schedule.order import Order
+from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 from holmes_hpc.training.pipeline import per_stage_transfers, point_to_point
@@ -131,7 +132,8 @@ def run_eager_1f1b(
 
     if not forward_only:
         reduction.suppress()
-    new_buffer = _buffer_factory(config, pg_collection, edges.device, seq_length, micro_batch_size)
+    tokens_of_rank = seq_length // pg_collection.cp.size()
+    new_buffer = partial(gpt.hidden_states, torch.empty, config, micro_batch_size, tokens_of_rank, edges.device)
     tokens = _run_passes(
         *(order, edges, forward, None if forward_only else backward, new_buffer, config),
         compute_weights=partial(weights.compute, models) if weights is not None else None,
@@ -150,21 +152,6 @@ def _refuse_one_queue(device: torch.device) -> None:
     is_serial = device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
     problem = "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing"
     ConfigError.refuse("environment", (is_serial, problem, "unset it, or use plan.schedule=1f1b"))
-
-
-def _buffer_factory(
-    config: Any, pg_collection: Any, device: torch.device, seq_length: int, micro_batch_size: int
-) -> Callable[[], torch.Tensor]:
-    """Return a function that creates an empty tensor to receive into, of the shape of a stage transfer."""
-    shape = megatron.get_tensor_shapes(
-        seq_length=seq_length,
-        micro_batch_size=micro_batch_size,
-        decoder_seq_length=None,
-        config=config,
-        tp_group=pg_collection.tp,
-        cp_group=pg_collection.cp,
-    )[0]
-    return partial(torch.empty, shape, dtype=config.pipeline_dtype, device=device, requires_grad=True)
 
 
 def _run_passes(
