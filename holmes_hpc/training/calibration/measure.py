@@ -101,6 +101,7 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
         if wrapped.ddp_config.overlap_param_gather:
             wrapped.disable_forward_pre_hook()
         model = gpt.unwrap(wrapped)
+        hidden = gpt.hidden_states(torch.randn, trainer.model_config, *plan_shape, trainer.session.device)
         counts = {"layer": len(model.decoder.layers), "embedding": model.pre_process, "head": model.post_process}
         with wrapped.no_sync():
             if counts["layer"]:
@@ -109,14 +110,9 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
             if model.pre_process:
                 times["embedding", plan_shape] = _passes_s(trainer, partial(model.embedding, tokens, positions), None)
             if model.post_process:
-                times["head", plan_shape] = _passes_s(
-                    trainer, partial(_head, model, tokens), _hidden(trainer, plan_shape)
-                )
-            chunk_s = _passes_s(
-                trainer,
-                partial(_chunk, wrapped, data, model),
-                None if model.pre_process else _hidden(trainer, plan_shape),
-            )
+                times["head", plan_shape] = _passes_s(trainer, partial(_head, model, tokens), hidden)
+            chunk = partial(_chunk, wrapped, data, model)
+            chunk_s = _passes_s(trainer, chunk, None if model.pre_process else hidden)
             parts_s = [sum(n * times[part, plan_shape][i] for part, n in counts.items() if n) for i in (0, 1)]
             times[PASS, plan_shape] = (chunk_s[0] - parts_s[0], chunk_s[1] - parts_s[1])
     for shape in [] if trainer.settings.pace_layer_ms else other_shapes(trainer.plan):
@@ -156,11 +152,6 @@ def _chunk(wrapped: Any, data: Iterator[Any], model: Any, hidden: torch.Tensor |
     return loss(output)[0] if model.post_process else output
 
 
-def _hidden(trainer: Trainer, shape: Shape) -> torch.Tensor:
-    """Return random hidden states of a micro-batch on this rank."""
-    return gpt.hidden_states(torch.randn, trainer.model_config, *shape, trainer.session.device)
-
-
 def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
     """Return the median seconds of (forward, backward) of this rank's first layer."""
     layer, rotary = model.decoder.layers[0], model.rotary_pos_emb(shape[1]) if trainer.plan.model.rope else None
@@ -168,7 +159,8 @@ def _layer_s(trainer: Trainer, model: Any, shape: Shape) -> tuple[float, float]:
     def forward(hidden: torch.Tensor | None) -> torch.Tensor:
         return layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=rotary)[0]
 
-    return _passes_s(trainer, forward, _hidden(trainer, shape))
+    random = gpt.hidden_states(torch.randn, trainer.model_config, *shape, trainer.session.device)
+    return _passes_s(trainer, forward, random)
 
 
 def _head(model: Any, labels: torch.Tensor, hidden: torch.Tensor | None) -> torch.Tensor:
