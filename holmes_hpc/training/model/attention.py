@@ -119,12 +119,7 @@ def _torch_fuses(m: ModelSpec, sequence: int, tp: int, device: torch.device, dty
     queries = torch.empty(1, m.heads // tp, sequence, m.head_width, dtype=dtype, device=device, requires_grad=True)
     keys = queries[:, : max(1, m.kv_heads // tp)]
     mask = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=device) if masked else None
-    parameters = torch.backends.cuda.SDPAParams(queries, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
-    return any(
-        can_use(parameters)
-        for can_use in (
-            torch.backends.cuda.can_use_flash_attention,
-            torch.backends.cuda.can_use_efficient_attention,
-            torch.backends.cuda.can_use_cudnn_attention,
-        )
-    )
+    cuda = torch.backends.cuda
+    parameters = cuda.SDPAParams(queries, keys, keys, mask, m.dropout, not masked, m.kv_heads < m.heads)
+    checks = (cuda.can_use_flash_attention, cuda.can_use_efficient_attention, cuda.can_use_cudnn_attention)
+    return any(can_use(parameters) for can_use in checks)
