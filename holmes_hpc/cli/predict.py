@@ -235,7 +235,11 @@ def _plan_layout(config: Configuration, software: _Software) -> tuple[Plan, Cost
         element = BYTES[config.train.grad_dtype or "fp32"]
         bucket_bytes = bucket_bytes or max(40_000_000, 1_000_000 * replicas * cp) * element  # Megatron-LM's default
     model = replace(config.model, max_positions=max(config.batch.sequence_length, config.model.max_positions))
-    is_sharded = _is_sharded(plan.distributed_optimizer, software.facts.get("sharding"))
+    is_sharded, sharding = plan.distributed_optimizer, software.facts.get("sharding")  # None: whichever is faster
+    if sharding is not None:
+        problem = f"--sharding {sharding} contradicts plan.distributed_optimizer={str(is_sharded).lower()}"
+        ConfigError.refuse("predict", (is_sharded == (sharding == "none"), problem, "leave one of them out"))
+        is_sharded = sharding != "none"
     has_sp = tp > 1 and length % tp == 0 if plan.sequence_parallel is None else plan.sequence_parallel
     layout = replace(plan, tp=tp, pp=plan.pp or 1, dp=replicas, virtual_stages=plan.virtual_stages or 1)
     layout = replace(layout, bucket_bytes=bucket_bytes, sequence_parallel=has_sp, distributed_optimizer=is_sharded)
@@ -255,17 +259,6 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
     message = f"TP x PP x CP is {size}, which does not divide {gpus} GPUs"
     ConfigError.refuse("predict", (not plan.dp and gpus % size, message, "choose the nodes by --nodes, or give --dp"))
     return plan.dp or gpus // size
-
-
-def _is_sharded(distributed: bool | None, sharding: str | None) -> bool | None:
-    """Return whether the optimizer is sharded; None: whichever is faster. `distributed`: the value of
-    plan.distributed_optimizer; `sharding`: the value of --sharding. Raise ConfigError if the two contradict."""
-    if sharding is None:
-        return distributed
-    if distributed == (sharding == "none"):
-        problem = f"--sharding {sharding} contradicts plan.distributed_optimizer={str(distributed).lower()}"
-        raise ConfigError(problem, where="predict", hint="leave one of them out")
-    return sharding != "none"
 
 
 def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
