@@ -14,7 +14,6 @@ import pandas as pd
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.results import statistics
 from holmes_hpc.results.columns import FAMILIES, family_values, has_value
-from holmes_hpc.results.statistics import Estimate
 from holmes_hpc.results.tables import as_text, pace_note
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.tables import read_table
@@ -130,7 +129,10 @@ def names_text(names: Sequence[str]) -> str:
 
 def _figures(group: pd.DataFrame) -> dict[str, Any]:
     """Return the columns of a cell that are computed from its runs, `group`."""
-    time, rate = _step_time(group), statistics.repeats_interval(group["samples_per_s"])
+    time, rate = (statistics.repeats_interval(group[name]) for name in ("step_time_s", "samples_per_s"))
+    if len(group) == 1:  # its interval is over steps, not over runs
+        run = group.iloc[0]
+        time = replace(time, low=float(run["step_time_low_s"]), high=float(run["step_time_high_s"]))
     median_run = group.iloc[(group["step_time_s"] - group["step_time_s"].median()).abs().argsort().iloc[0]]
     figures: dict[str, Any] = {"repeats": len(group), "completed": int((group["state"] == "completed").sum())}
     figures |= {"step_time_s": time.median, "step_time_low_s": time.low, "step_time_high_s": time.high}
@@ -143,14 +145,6 @@ def _figures(group: pd.DataFrame) -> dict[str, Any]:
 
 def _columns(runs: pd.DataFrame, *families: str) -> list[str]:
     return [name for name in map(str, runs) if name.startswith(tuple(FAMILIES[key].prefix for key in families))]
-
-
-def _step_time(group: pd.DataFrame) -> Estimate:
-    """Return a cell's step time. Its interval is over steps if the cell has one run, and over runs otherwise."""
-    if len(group) == 1:
-        run = group.iloc[0]
-        return Estimate(float(run["step_time_s"]), float(run["step_time_low_s"]), float(run["step_time_high_s"]), 1)
-    return statistics.repeats_interval(group["step_time_s"])
 
 
 def completed(cells: pd.DataFrame) -> pd.DataFrame:
