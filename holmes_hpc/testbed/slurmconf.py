@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from holmes_hpc.testbed.network import Wiring
-from holmes_hpc.testbed.topology import PRIORITY, SLURM_CONF, Topology
+from holmes_hpc.testbed.topology import SLURM_CONF, PartitionSpec, Topology
 
 CLUSTER = "holmes"
 MUNGE, SLURM = "munge", "slurm"  # auth plugins, values of a testbed's `auth`
@@ -59,20 +59,14 @@ def slurm_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], auth: str = 
 
 def _partitions(topology: Topology) -> Iterator[str]:
     """Yield the lines of slurm.conf for the fabrics' partitions, then for the topology's further partitions."""
-    members: dict[str, list[str]] = {}
-    for node in topology.nodes:
-        members.setdefault(node.fabric.partition, []).append(node.name)
-    for number, (name, nodes) in enumerate(members.items()):
+    names = dict.fromkeys(fabric.partition for fabric in topology.fabrics)
+    own = [PartitionSpec(name, tuple(f.name for f in topology.fabrics if f.partition == name)) for name in names]
+    for number, part in enumerate([*own, *topology.partitions]):
+        nodes = [node.name for node in topology.nodes if node.fabric.name in part.fabrics]
         yield (
-            f"PartitionName={name} Nodes={','.join(nodes)} Default={'NO' if number else 'YES'} "
-            f"MaxTime=INFINITE State=UP PriorityTier={PRIORITY} PreemptMode=OFF"
-        )
-    for extra in topology.partitions:
-        names = extra.nodes or [n.name for n in topology.nodes]
-        nodes = [n.name for n in topology.nodes if n.fabric.name in extra.fabrics and n.name in names]
-        yield (
-            f"PartitionName={extra.name} Nodes={','.join(nodes)} Default=NO MaxTime=INFINITE State=UP "
-            f"PriorityTier={extra.priority} PreemptMode={extra.preempt.upper()} GraceTime={extra.grace_s}"
+            f"PartitionName={part.name} Nodes={','.join(n for n in nodes if n in (part.nodes or nodes))} "
+            f"Default={'NO' if number else 'YES'} MaxTime=INFINITE State=UP PriorityTier={part.priority} "
+            f"PreemptMode={part.preempt.upper()} GraceTime={part.grace_s}"
         )
 
 
