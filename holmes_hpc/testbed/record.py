@@ -62,20 +62,17 @@ class Record:
     @classmethod
     def read(cls, directory: Path) -> "Record | None":
         """Return the record in `directory`; None if there is no testbed. Raise TestbedError if it cannot be read."""
-        where = str(directory / FILE)
-        try:
-            data: Any = json.loads((directory / FILE).read_text(encoding="utf-8"))
-            if not isinstance(data, dict) or data.get("version") != VERSION:
-                hint = "run `holmes testbed down` of that version"
-                raise TestbedError("created by another version of holmes", where=where, hint=hint)
+        path, errors = directory / FILE, (OSError, ValueError, KeyError, TypeError)
+        hint = "restore it, or remove the testbed's namespaces and files yourself"
+        damaged = TestbedError.instead_of(*errors, where=path, hint=hint, what="cannot be read:")
+        private = TestbedError.instead_of(PermissionError, where=path, hint="run as root", what="cannot be read")
+        with damaged, private, contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            data: Any = json.loads(path.read_text(encoding="utf-8"))
+            is_other = not isinstance(data, dict) or data.get("version") != VERSION
+            other_hint = "run `holmes testbed down` of that version"
+            TestbedError.refuse(str(path), (is_other, "created by another version of holmes", other_hint))
             return cls(**{**data, "namespaces": tuple(data["namespaces"])})
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        except PermissionError:
-            raise TestbedError("cannot be read", where=where, hint="run as root") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            hint = "restore it, or remove the testbed's namespaces and files yourself"
-            raise TestbedError(f"cannot be read: {error}", where=where, hint=hint) from None
+        return None
 
     def write(self, directory: Path) -> None:
         """Replace the record. Only root can read it, because it contains the database password."""
@@ -103,17 +100,14 @@ def locked(directory: Path, create: bool) -> Iterator[bool]:
     while True:
         has_created = False
         if create and not directory.is_dir():
-            try:
+            hint = "run as root, or set HOLMES_TESTBED"
+            refused = TestbedError.instead_of(OSError, where=directory, hint=hint, what="cannot be created:")
+            with refused, contextlib.suppress(FileExistsError):
                 directory.parent.mkdir(parents=True, exist_ok=True)
                 directory.mkdir(mode=0o755)
                 has_created = True
-            except FileExistsError:
-                if not directory.is_dir():
-                    hint = "set HOLMES_TESTBED to another path"
-                    raise TestbedError("it is not a directory", where=str(directory), hint=hint) from None
-            except OSError as error:
-                problem, hint = f"cannot be created: {error.strerror}", "run as root, or set HOLMES_TESTBED"
-                raise TestbedError(problem, where=str(directory), hint=hint) from None
+            is_file, hint = not directory.is_dir(), "set HOLMES_TESTBED to another path"
+            TestbedError.refuse(str(directory), (is_file, "it is not a directory", hint))
         handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)

@@ -318,15 +318,12 @@ def down(progress: Show = lambda _: None) -> bool:
     if not directory.is_dir():
         return False
     require_machine()
-    try:
-        with locked(directory, create=False):
-            if (record := Record.read(directory)) is None:
-                return False
+    with contextlib.suppress(FileNotFoundError), locked(directory, create=False):
+        if record := Record.read(directory):
             progress(f"removing the testbed in {directory}")
             _remove(directory, record)
-    except FileNotFoundError:
-        return False
-    return True
+            return True
+    return False
 
 
 def _remove(directory: Path, record: Record, keep_directory: bool = False) -> None:
