@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -107,15 +108,8 @@ def sigterm_as_exit() -> Iterator[None]:
     """Raise SystemExit if SIGTERM arrives in the block, so that the block cleans up as it does after Ctrl-C.
 
     Outside the main thread, do nothing."""
-    if threading.current_thread() is not threading.main_thread():
+    with contextlib.ExitStack() as on_exit:
+        if threading.current_thread() is threading.main_thread():
+            previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+            on_exit.callback(signal.signal, signal.SIGTERM, previous)
         yield
-        return
-
-    def stop(*_: object) -> None:
-        raise SystemExit(143)
-
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
