@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,54 +46,37 @@ def _program(executable: str) -> str:
 
 
 def _uses_directory(process: psutil.Process, directory: Path) -> bool:
-    """Return whether the process works below `directory`, or has a path below it in its command line."""
+    """Return whether the process has the mark of `directory`, or is a daemon that works below `directory` or has a path
+    below it in its command line."""
+    if process.environ().get(MARK) == str(directory):
+        return True
     pattern = re.compile(rf"(^|[=,:]){re.escape(str(directory))}/")  # /bed matches neither /bed2 nor /other/bed
-    return any(pattern.search(argument) for argument in (*process.cmdline(), f"{process.cwd()}/"))
+    is_daemon = _program(process.exe()) in DAEMONS
+    return is_daemon and any(pattern.search(argument) for argument in (*process.cmdline(), f"{process.cwd()}/"))
 
 
-def find(directory: Path, namespaces: Collection[int]) -> list[TestbedProcess]:
-    """Return all live processes of the testbed in `directory`. `namespaces`: inodes of its network namespaces."""
-
-    def belongs(process: psutil.Process, namespace: int) -> bool:
-        if namespace in namespaces or process.environ().get(MARK) == str(directory):
-            return True
-        return _program(process.exe()) in DAEMONS and _uses_directory(process, directory)
-
-    return _live_processes(belongs)
-
-
-def _live_processes(belongs: Callable[[psutil.Process, int], bool]) -> list[TestbedProcess]:
-    """Return the live processes, except this one, for which `belongs` returns true.
-
-    `belongs` is called with a process and the inode of its network namespace."""
+def find(directory: Path | None, namespaces: Collection[int]) -> list[TestbedProcess]:
+    """Return all live processes, except this one, of the testbed in `directory`, or only those of some of its nodes.
+    `directory`: None for the processes of nodes; `namespaces`: inodes of the testbed's or nodes' network namespaces."""
     matches = []
     for process in psutil.process_iter():
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
             match = TestbedProcess(process.pid, _program(process.exe()), _namespace(process.pid))
-            if belongs(process, match.namespace):
+            if match.namespace in namespaces or (directory and _uses_directory(process, directory)):
                 matches.append(match)
         except (psutil.Error, OSError):
             continue
     return matches
 
 
-def kill_all(directory: Path, namespaces: Collection[int]) -> None:
-    """Kill all processes of the testbed by SIGKILL, because its data is deleted anyway.
+def kill_all(directory: Path | None, namespaces: Collection[int]) -> None:
+    """Kill the processes that :func:`find` returns by SIGKILL, even if they fork meanwhile.
     Raise TestbedError if one survives for _KILL_S."""
-    _kill_until_none(lambda: find(directory, namespaces), str(directory))
-
-
-def kill_namespace(namespace: int) -> None:
-    """Kill all processes in the network namespace with this inode by SIGKILL, even if they fork meanwhile.
-    Raise TestbedError if one survives for _KILL_S."""
-    _kill_until_none(lambda: _live_processes(lambda _, inode: inode == namespace), f"netns {namespace}")
-
-
-def _kill_until_none(find_processes: Callable[[], list[TestbedProcess]], where: str) -> None:
+    where = str(directory or f"netns {', '.join(map(str, namespaces))}")
     for _ in attempts(_KILL_S, 0.05):
-        if not (survivors := find_processes()):
+        if not (survivors := find(directory, namespaces)):
             return
         for process in survivors:
             with contextlib.suppress(ProcessLookupError):

@@ -277,7 +277,7 @@ def kill_node(node: str) -> None:
     Raise TestbedError if there is no testbed or no such node."""
     inode = network.inode(_load_with_node(node).wiring.namespace(node))
     if inode is not None:
-        processes.kill_namespace(inode)
+        processes.kill_all(None, {inode})
 
 
 def _load_with_node(node: str) -> Testbed:

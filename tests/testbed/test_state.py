@@ -166,7 +166,7 @@ def test_processes_in_the_namespaces_are_found() -> None:
 
 
 @pytest.mark.integration
-def test_kill_namespace_kills_forks_and_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kill_all_of_a_namespace_kills_forks_and_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
     forks = ["sh", "-c", "while :; do sleep 600 & sleep 0.01; done"]
     node, other = subprocess.Popen(forks, start_new_session=True), subprocess.Popen(["sleep", "600"])
 
@@ -175,7 +175,7 @@ def test_kill_namespace_kills_forks_and_no_other_process(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(processes, "_namespace", namespace)
     try:
-        processes.kill_namespace(7)
+        processes.kill_all(None, {7})
         assert node.wait(5) == -9 and other.poll() is None
         assert not [p for p in Path("/proc").glob("[0-9]*") if f" {node.pid} " in _session(p)]
     finally:
