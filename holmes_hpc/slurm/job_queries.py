@@ -68,12 +68,6 @@ def job_field(job_id: str, field: str) -> str | None:
     return line.partition(" ")[2].strip() if line else None
 
 
-def job_uid(job_id: str) -> int | None:
-    """Return the user id of a job's owner; None if Slurm does not know the job."""
-    uid = job_field(job_id, "%U")
-    return int(uid) if uid and uid.isdecimal() else None
-
-
 def squeue_command(ids: Iterable[str] = ()) -> list[str]:
     """Return the command that lists all jobs of this user. `ids` are ignored."""
     fields = SEPARATOR.join(_SQUEUE.values())

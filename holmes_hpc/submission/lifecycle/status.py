@@ -19,7 +19,7 @@ from holmes_hpc.records.find import name_of
 from holmes_hpc.records.logs import rank_logs
 from holmes_hpc.records.ownership import other_owners, other_writers
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.slurm.job_queries import job_field, job_uid
+from holmes_hpc.slurm.job_queries import job_field
 from holmes_hpc.slurm.job_states import NOT_SUBMITTED, UNKNOWN, JobState, SlurmState, joined_members
 from holmes_hpc.submission.executor.environment import component_ranks
 from holmes_hpc.submission.executor.job import SlurmHetJob
@@ -54,7 +54,8 @@ class SlurmJob:
 
     def uid(self) -> int | None:
         """Return the user id of the job's owner; None if Slurm does not know the job."""
-        return job_uid(self.id)
+        uid = job_field(self.id, "%U")
+        return int(uid) if uid and uid.isdecimal() else None
 
     def cancel(self) -> None:
         folder = self._job.paths.folder
