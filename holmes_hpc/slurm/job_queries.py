@@ -14,6 +14,8 @@ from holmes_hpc.tables import read_table
 
 SEPARATOR = "\x1f"
 _SACCT, _SQUEUE, _SCONTROL = read_table(__file__).values()  # field of a row -> its source in the output
+SQUEUE = ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={SEPARATOR.join(_SQUEUE.values())}"]
+SCONTROL = ["scontrol", "--oneliner", "show", "job"]  # all jobs
 _TOKEN = r"submission_file_([0-9a-f]{32})"  # in the path of the executor's batch scripts
 
 
@@ -31,7 +33,7 @@ def _parse(text: str, fields: Iterable[str]) -> list[Row]:
 
 
 parse_sacct: Callable[[str], list[Row]] = partial(_parse, fields=_SACCT)  # the output of sacct_command
-parse_squeue: Callable[[str], list[Row]] = partial(_parse, fields=_SQUEUE)  # the output of squeue_command
+parse_squeue: Callable[[str], list[Row]] = partial(_parse, fields=_SQUEUE)  # the output of SQUEUE
 
 
 def _rows(cells: Mapping[str, str]) -> list[Row]:
@@ -68,19 +70,8 @@ def job_field(job_id: str, field: str) -> str | None:
     return line.partition(" ")[2].strip() if line else None
 
 
-def squeue_command(ids: Iterable[str] = ()) -> list[str]:
-    """Return the command that lists all jobs of this user. `ids` are ignored."""
-    fields = SEPARATOR.join(_SQUEUE.values())
-    return ["squeue", "--me", "--array", "--noheader", "--states=all", f"--format={fields}"]
-
-
-def scontrol_command(ids: Iterable[str] = ()) -> list[str]:
-    """Return the command that lists all jobs. `ids` are ignored."""
-    return ["scontrol", "--oneliner", "show", "job"]
-
-
 def parse_scontrol(text: str) -> list[Row]:
-    """Return the rows in the output of :func:`scontrol_command`. Lines without a job and a state are skipped."""
+    """Return the rows in the output of `SCONTROL`. Lines without a job and a state are skipped."""
     rows = []
     for line in text.splitlines():
         cells = {field: _value(pattern, line) for field, pattern in _SCONTROL.items()}
@@ -133,7 +124,7 @@ def has_script_failed(job_id: str) -> bool:
 
 
 def _leader_rows(job_id: str) -> list[Row]:
-    answer = slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10) if job_id else None
+    answer = slurm(*SCONTROL, job_id, timeout_s=10) if job_id else None
     rows = parse_scontrol(answer.out) if answer is not None and answer.ok else []
     return [replace(row, state="TIMEOUT") if row.reason == "TimeLimit" else row for row in rows if row.offset == 0]
 
@@ -150,5 +141,5 @@ def requeue(job_id: str) -> tuple[str | None, bool]:
 def disable_requeue(job_id: str) -> None:
     """Keep Slurm from restarting a job that is about to fail.
     From 25.11 on, Slurm would requeue and hold a failed job that has ``--requeue=expedite``."""
-    if "ExpeditedRequeue=Yes" in slurm("scontrol", "--oneliner", "show", "job", job_id, timeout_s=10).out:
+    if "ExpeditedRequeue=Yes" in slurm(*SCONTROL, job_id, timeout_s=10).out:
         slurm("scontrol", "update", f"JobId={job_id}", "Requeue=0", timeout_s=30)

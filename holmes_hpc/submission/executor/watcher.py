@@ -202,8 +202,8 @@ class StateWatcher(core.InfoWatcher):
         the reason) or are too new for the database. For such new jobs, one command that answers is enough."""
         sources = [
             ("sacct", job_queries.sacct_command, job_queries.parse_sacct),
-            ("squeue", job_queries.squeue_command, job_queries.parse_squeue),
-            ("scontrol", job_queries.scontrol_command, job_queries.parse_scontrol),
+            ("squeue", lambda _: job_queries.SQUEUE, job_queries.parse_squeue),
+            ("scontrol", lambda _: job_queries.SCONTROL, job_queries.parse_scontrol),
         ]
         if any(self._is_young(j) or self._states.get(j, JobState()).waits for j in job_ids):
             sources.insert(0, sources.pop(1))
