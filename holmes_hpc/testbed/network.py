@@ -8,6 +8,7 @@ one new interface, to the management bridge. Every NIC is a veth pair from a nod
                  ib0   --- ib1-ib0   (br-fabric0)  shaped at both ends
 """
 
+import contextlib
 import ipaddress
 import json
 import os
@@ -262,9 +263,10 @@ def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
             RUN_NETNS.rmdir()
 
 
-def inode(namespace: str) -> int | None:
-    """Return the inode of a namespace, which /proc/PID/ns/net of its processes also has; None if it does not exist."""
-    try:
-        return (RUN_NETNS / namespace).stat().st_ino
-    except OSError:
-        return None
+def inodes(namespaces: Iterable[str]) -> dict[int, str]:
+    """Return {inode: name} of those namespaces that exist. /proc/PID/ns/net of their processes has the same inode."""
+    names = {}
+    for name in namespaces:
+        with contextlib.suppress(OSError):
+            names[(RUN_NETNS / name).stat().st_ino] = name
+    return names

@@ -192,14 +192,9 @@ def _wait_for_nodes(testbed: Testbed, progress: Show, check_alive: Callable[[], 
 # --- status and repair ------------------------------------------------------------------------------------------------
 
 
-def _inodes(namespaces: Sequence[str]) -> dict[int, str]:
-    """Return {inode: name} of those network namespaces that exist."""
-    return {inode: name for name in namespaces if (inode := network.inode(name)) is not None}
-
-
 def _daemons_alive(testbed: Testbed) -> dict[str, bool]:
     """Return {daemon: whether its process is alive} for ``munged``, …, ``slurmd.ib1``."""
-    inodes = _inodes(testbed.wiring.namespaces)
+    inodes = network.inodes(testbed.wiring.namespaces)
     alive = processes.find(testbed.paths.root, inodes)
     servers = {process.program for process in alive}
     nodes = {inodes.get(process.namespace) for process in alive if process.program == "slurmd"}
@@ -275,9 +270,7 @@ def exec_in(
 def kill_node(node: str) -> None:
     """Kill all processes of a node, as a power cut would. A later `up` restarts the node's slurmd.
     Raise TestbedError if there is no testbed or no such node."""
-    inode = network.inode(_load_with_node(node).wiring.namespace(node))
-    if inode is not None:
-        processes.kill_all(None, {inode})
+    processes.kill_all(None, network.inodes([_load_with_node(node).wiring.namespace(node)]))
 
 
 def _load_with_node(node: str) -> Testbed:
@@ -330,7 +323,7 @@ def _remove(directory: Path, record: Record, keep_directory: bool = False) -> No
     """Remove the testbed's processes, network and files. Remove the record last, so that `down` can be repeated."""
     replace(record, ready=False).write(directory)
     packages.restore_policy()
-    processes.kill_all(directory, _inodes(record.namespaces))
+    processes.kill_all(directory, network.inodes(record.namespaces))
     daemons.reap()
     network.remove(record.namespaces, record.prefix, record.run_netns)
     remove_files(directory)

@@ -78,8 +78,8 @@ def slurm(*argv: str, timeout_s: float = 60) -> str:
 def pids_of(program: str, state_directory: Path) -> list[int]:
     record = Record.read(state_directory)
     assert record is not None
-    inodes = {network.inode(name) for name in record.namespaces} - {None}
-    return [process.pid for process in processes.find(state_directory, inodes) if process.program == program]  # type: ignore[arg-type]
+    inodes = network.inodes(record.namespaces)
+    return [process.pid for process in processes.find(state_directory, inodes) if process.program == program]
 
 
 def test_second_up_keeps_the_testbed(testbed_directory: Path) -> None:
