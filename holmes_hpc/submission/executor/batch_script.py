@@ -182,9 +182,15 @@ def _task(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, s
 
 
 def _program(job: JobRequest, part: ComponentRequest, command: str) -> tuple[str, str]:
-    """Return the command of a task of `part` in two parts: (redirection and variables, container and `command`)."""
+    """Return the command of a task of `part` in two parts: (redirection and variables, container and `command`).
+    The container is an apptainer image. Other images are for pyxis, and are given to srun as an option."""
     variables = ["env", *(shlex.quote(f"{k}={v}") for k, v in part.environment)] if part.environment else []
-    return " ".join([_redirecting_shell(job, part.setup), *variables]), wrap_container(job, part, command)
+    image = _image(job, part)
+    if image and is_apptainer(image):
+        gpu_option = " --nv" if any(c.gpus_per_node or c.gpus_per_task or c.gres for c in job.components) else ""
+        mounts = "".join(f" --bind {shlex.quote(m)}" for m in part.mounts)
+        command = f"apptainer exec{gpu_option}{mounts} {shlex.quote(image.removeprefix('apptainer:'))} {command}"
+    return " ".join([_redirecting_shell(job, part.setup), *variables]), command
 
 
 def _image(job: JobRequest, part: ComponentRequest) -> str | None:
@@ -193,17 +199,6 @@ def _image(job: JobRequest, part: ComponentRequest) -> str | None:
 
 def is_apptainer(image: str) -> bool:
     return image.startswith("apptainer:") or image.endswith(".sif")
-
-
-def wrap_container(job: JobRequest, part: ComponentRequest, command: str) -> str:
-    """Return `command` wrapped to run inside the component's apptainer image, if it has one. Other images are for
-    pyxis, and are given to srun as an option."""
-    image = _image(job, part)
-    if not image or not is_apptainer(image):
-        return command
-    gpu_option = " --nv" if any(c.gpus_per_node or c.gpus_per_task or c.gres for c in job.components) else ""
-    mounts = "".join(f" --bind {shlex.quote(m)}" for m in part.mounts)
-    return f"apptainer exec{gpu_option}{mounts} {shlex.quote(image.removeprefix('apptainer:'))} {command}"
 
 
 def _exit_record_lines(record: str | None, status: str, signal: str = "-", indent: str = "") -> list[str]:
