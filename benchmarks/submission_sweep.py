@@ -25,7 +25,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor import submit, watcher
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 from holmes_hpc.submission.sweeps import sweep_table as sweep
 from holmes_hpc.submission.sweeps.manifest import SweepJob, open_manifest
 
@@ -107,7 +107,7 @@ def main() -> int:
             start, slurm_s = time.perf_counter(), stand_ins.seconds
             config = {"train": {"steps": 100}, "run_dir": str(root / str(number))}
             run = RunDirectory.create(root / str(number), plan_text=PLAN.to_yaml(), config=config)
-            job = submit_plan(PLAN, run.path, work, config, SlurmSettings(timeout_min=60))
+            job = submit_plan(PlannedJob(PLAN, config, work, SlurmSettings(timeout_min=60)), run.path)
             manifest.put(
                 SweepJob(
                     number,

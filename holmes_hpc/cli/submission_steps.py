@@ -27,7 +27,7 @@ from holmes_hpc.submission.lifecycle import create
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_training
 from holmes_hpc.submission.lifecycle.status import Job, job_of
 from holmes_hpc.submission.local import run_plan_locally
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 from holmes_hpc.submission.queue_estimate import QueueEstimate
 from holmes_hpc.submission.time_limit import START_UP_S, requeue_warning, steps_per_job
 
@@ -140,8 +140,9 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool 
     """Submit a run to Slurm, or start its ranks on this machine with the local launcher. Return the run's job.
     `test`: ask Slurm when the job could start, print the answer on stderr, and check Slurm's limits; if False, check
     only that each component fits."""
+    planned = PlannedJob(plan, config.to_dict(), run_rank, config.slurm)
     if config.local:
-        return run_plan_locally(plan, run.path, run_rank, config.to_dict(), config.slurm)
+        return run_plan_locally(planned, run.path)
     if not config.slurm.container and not config.slurm.setup and (packages := missing_packages()):
         advice = "`holmes doctor` shows what the nodes have; pip install 'holmes-hpc[train]' if they have none either"
         console.note(f"this Python has no {packages}, and the ranks use it too: {advice}")
@@ -150,7 +151,7 @@ def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool 
         with console.waiting("asking Slurm when the job could start"):
             start, text = queue_estimate.expected_start(plan, config.slurm)
         console.note(text)
-    submit_plan(plan, run.path, run_rank, config.to_dict(), config.slurm, test=test)
+    submit_plan(planned, run.path, test=test)
     job = job_of(run)
     job.expected_start = start
     return job

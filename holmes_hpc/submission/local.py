@@ -12,15 +12,13 @@ from typing import Any
 
 import submitit
 
-from holmes_hpc.config.slurm_settings import SlurmSettings
-from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import ignore_interrupts, uninterrupted
 from holmes_hpc.slurm.scontrol import minutes
 from holmes_hpc.submission import local_ranks
 from holmes_hpc.submission.executor.task import LocalTaskExecutor, task_arguments
 from holmes_hpc.submission.lifecycle.status import Job, LocalJob
-from holmes_hpc.submission.plan_job import RankTask
+from holmes_hpc.submission.plan_job import PlannedJob, RankTask
 
 
 class LocalRankTask(RankTask):
@@ -54,25 +52,19 @@ class _ForkingExecutor(LocalTaskExecutor):
         return shlex.join([sys.executable, *arguments, os.getcwd(), str(self.ranks), str(self.has_gpus)])
 
 
-def run_plan_locally(
-    plan: Plan,
-    run_dir: str | Path,
-    function: Callable[[dict[str, Any]], Any],
-    config: Mapping[str, Any],
-    settings: SlurmSettings,
-) -> Job:
-    """Start a plan's ranks as processes of this machine, which outlive this process. Return their job. Every rank calls
-    ``function(config)``. `run_dir`: directory of an existing run; `settings`: configuration group slurm."""
-    run = RunDirectory(Path(run_dir).absolute())
+def run_plan_locally(planned: PlannedJob, run_dir: Path) -> Job:
+    """Start the ranks of a job as processes of this machine, which outlive this process. Return their job.
+    `run_dir`: directory of an existing run."""
+    run, plan = RunDirectory(run_dir.absolute()), planned.plan
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.pool(c.pool).gres)
     folder, is_forked = run.path / "submission", sys.platform == "linux"
     executor = _ForkingExecutor(folder, ranks, gpus > 0) if is_forked else LocalTaskExecutor(folder)
-    limits = {"timeout_min": int(minutes(settings.timeout_min) or 60), "stderr_to_stdout": True}
+    limits = {"timeout_min": int(minutes(planned.settings.timeout_min) or 60), "stderr_to_stdout": True}
     executor.update_parameters(tasks_per_node=1 if is_forked else ranks, gpus_per_node=gpus, **limits)
     started = time.time()
-    config = {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
-    task = LocalRankTask(function, config, secrets.token_hex(8))
+    config = {**planned.config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
+    task = LocalRankTask(planned.function, config, secrets.token_hex(8))
     host = socket.gethostname()
     with uninterrupted():
         with ignore_interrupts():

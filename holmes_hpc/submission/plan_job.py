@@ -35,8 +35,8 @@ MAX_TIMEOUTS = 10**6  # no limit for submitit, because RankTask.checkpoint decid
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A sweep's job that has a plan. Every rank calls ``function(config)``.
-    `settings`: configuration group slurm; `record`: keys to add to run.yaml."""
+    """A job that has a plan. Every rank calls ``function(config)``.
+    `settings`: configuration group slurm; `record`: keys that a sweep adds to run.yaml."""
 
     plan: Plan
     config: dict[str, Any]
@@ -248,36 +248,27 @@ def plan_executor(
 
 
 def submit_plan(
-    plan: Plan,
-    run_dir: str | Path,
-    function: Callable[[dict[str, Any]], Any],
-    config: Mapping[str, Any],
-    settings: SlurmSettings,
-    *,
-    name: str | None = None,
-    throttle: Throttle | None = None,
-    test: bool = True,
+    planned: PlannedJob, run_dir: Path, name: str | None = None, throttle: Throttle | None = None, test: bool = True
 ) -> SlurmHetJob:
-    """Submit `plan` as a job in which every rank calls ``function(config)``. Return the job.
+    """Submit a job to Slurm and return it.
 
-    `run_dir`: directory of an existing run (RunDirectory.create), whose run.yaml gets the job's id; `config` gets the
-    keys `plan_file` and `run_dir`; `name`: the job's name, by default made from the run's; `throttle`: the limit on
-    running jobs of the job's sweep; `test`: False checks each component only by itself. If a component is infeasible or
-    Slurm refuses the job, raise SubmissionError, without a job."""
-    run = RunDirectory(Path(run_dir).absolute())
-    elastic = config.get("elastic", {})
+    `run_dir`: directory of an existing run (RunDirectory.create), whose run.yaml gets the job's id; the configuration
+    gets the keys `plan_file` and `run_dir`; `name`: the job's name, by default made from the run's; `throttle`: the
+    limit on running jobs of the job's sweep; `test`: False checks each component only by itself. If a component is
+    infeasible or Slurm refuses the job, raise SubmissionError, without a job."""
+    plan, run, elastic = planned.plan, RunDirectory(run_dir.absolute()), planned.config.get("elastic", {})
     spares = elastic["spares"] if elastic.get("enabled") else None
-    executor = plan_executor(plan, run.path, settings, name, spares)
+    executor = plan_executor(plan, run.path, planned.settings, name, spares)
     executor.throttle, executor.parameters["preflight"] = throttle, test
     advice = f"its nodes include {counted(spares, 'spare')}: elastic.spares=0 requests none" if spares else ""
     with errors_as_refused(advice):  # test a single component too, because a refused sbatch leaves a failed job behind
         request = executor.request()
         (check_components if test else check_each)(request.components, timeout_min=request.timeout_min)
-    task = RankTask(function, {**config, "plan_file": str(run.plan_path), "run_dir": str(run.path)})
+    config = {**planned.config, "plan_file": str(run.plan_path), "run_dir": str(run.path)}
     has_members = elastic.get("enabled") and elastic.get("members") and len(plan.components) > 1
     executor.member = 0 if has_members else None
     with uninterrupted():
-        job: SlurmHetJob = executor.submit(task)
+        job: SlurmHetJob = executor.submit(RankTask(planned.function, config))
         with cancel_on_error(job.job_id):
             record = {"job_id": int(job.job_id), "components": len(plan.components), "name": request.name}
             if executor.member is not None:

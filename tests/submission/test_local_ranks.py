@@ -20,6 +20,7 @@ from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.lifecycle.status import run_status
 from holmes_hpc.submission.local import run_plan_locally
 from holmes_hpc.submission.local_ranks import preload_with
+from holmes_hpc.submission.plan_job import PlannedJob
 
 pytestmark = pytest.mark.integration
 
@@ -43,7 +44,7 @@ def start_job(tmp_path: Path, has_gpus: bool = False) -> tuple[Any, RunDirectory
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     plan = plans.local_plan(has_gpus)
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
-    job = run_plan_locally(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(PlannedJob(plan, run.config, rank_here, SlurmSettings(timeout_min=1)), run.path)
     while True:
         words = [text.split() for path in run.path.glob("pids-*") if (text := path.read_text())]
         if len(words) == 2:

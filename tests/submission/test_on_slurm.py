@@ -38,7 +38,7 @@ from holmes_hpc.submission.executor import preflight
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.lifecycle.progress import report_progress
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("testbed")]
 
@@ -335,7 +335,7 @@ def test_an_expedited_job_without_restarts_ends_as_failed(folder: Path, fabrics:
     plan, config = plans.plan(*fabrics), {**plans.CONFIG, "die": {"1": "kill"}}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
     site = SlurmSettings(timeout_min=3, additional={"requeue": "expedite"})
-    submit_plan(plan, run.path, plans.waiting_rank, config, site)
+    submit_plan(PlannedJob(plan, config, plans.waiting_rank, site), run.path)
     assert report_progress(run, job_of(run)) == 1
     until(lambda: job_of(run).id not in {job.partition("+")[0] for job in job_ids()})
     assert (run_status(run).state, job_of(run).state("force").state, run.attempt) == ("failed", "FAILED", 1)

@@ -35,7 +35,7 @@ from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.submission.executor.watcher import WATCHER
 from holmes_hpc.submission.lifecycle.progress import report_progress
 from holmes_hpc.submission.lifecycle.status import cancel_run, job_of, run_status
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 
 pytestmark = [pytest.mark.slurm, pytest.mark.breaking, pytest.mark.usefixtures("testbed", "whole_again")]
 
@@ -154,7 +154,7 @@ def test_preempted(folder: Path, low: str) -> None:
     plan = plans.plan("ib-a", "roce-a", site=site)
     config = {**plans.CONFIG, "wait_s": 5, "steps_per_attempt": 2}
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=config)
-    submit_plan(plan, run.path, plans.waiting_rank, config, SlurmSettings(timeout_min=3))
+    submit_plan(PlannedJob(plan, config, plans.waiting_rank, SlurmSettings(timeout_min=3)), run.path)
     until(lambda: all_here(run))
     urgent = subprocess.run(
         ["sbatch", "--parsable", "-p", "roce", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap", "sleep 2"],
@@ -218,7 +218,7 @@ def test_a_full_log_disk_is_reported(folder: Path) -> None:
     run = RunDirectory.create(folder / "run", plan_text=plan.to_yaml(), config=plans.CONFIG)
     run.log_path(2).symlink_to("/dev/full")
     (run.logs / "batch.txt").symlink_to("/dev/full")
-    submit_plan(plan, run.path, plans.quick, plans.CONFIG, SlurmSettings(timeout_min=3))
+    submit_plan(PlannedJob(plan, plans.CONFIG, plans.quick, SlurmSettings(timeout_min=3)), run.path)
     assert report_progress(run, job_of(run)) == 1
     found: Any = run.read_result()
     assert (found["state"], found["failed_rank"], found["failed_node"][:4]) == ("failed", 2, "roce")

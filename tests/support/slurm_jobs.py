@@ -17,7 +17,7 @@ import submitit
 
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 from holmes_hpc.testbed.slurm_prefix import parse_release
 
 THREE = [
@@ -114,5 +114,5 @@ def start(folder: Path, function: Any, settings: dict[str, Any] | None = None, *
     plan = plans.plan("ib-a", "roce-a")
     config = {**plans.CONFIG, **config}
     run = RunDirectory.create(folder / "run 'x'", plan_text=plan.to_yaml(), config=config)
-    submit_plan(plan, run.path, function, config, SlurmSettings(**{"timeout_min": 3, **(settings or {})}))
+    submit_plan(PlannedJob(plan, config, function, SlurmSettings(**{"timeout_min": 3, **(settings or {})})), run.path)
     return run

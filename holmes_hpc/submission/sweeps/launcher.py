@@ -274,9 +274,7 @@ class SlurmLauncher(HolmesLauncher):
     _EXECUTOR, WHERE = "slurmhet", "slurm"
 
     def _start(self, planned: PlannedJob, run: RunDirectory, name: str) -> Job:
-        job_arguments = (planned.plan, run.path, planned.function, planned.config, planned.settings)
-        job = submit_plan(*job_arguments, name=name, throttle=self._throttle)
-        return SlurmJob(run.path / "submission", job.job_id)
+        return SlurmJob(run.path / "submission", submit_plan(planned, run.path, name, self._throttle).job_id)
 
 
 class LocalLauncher(HolmesLauncher):
@@ -294,4 +292,4 @@ class LocalLauncher(HolmesLauncher):
             time.sleep(job_waiting.PAUSE_S)
 
     def _start(self, planned: PlannedJob, run: RunDirectory, name: str) -> Job:
-        return run_plan_locally(planned.plan, run.path, planned.function, planned.config, planned.settings)
+        return run_plan_locally(planned, run.path)

@@ -18,7 +18,7 @@ from holmes_hpc.slurm import commands
 from holmes_hpc.slurm.job_queries import SEPARATOR
 from holmes_hpc.submission.executor.job import SlurmHetJob
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
-from holmes_hpc.submission.plan_job import plan_executor, submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, plan_executor, submit_plan
 
 PARTS = [{"partition": "ib", "constraint": "nic_ib", "nodes": 2, "tasks_per_node": 2}, {"partition": "eth", "nodes": 1}]
 FEASIBLE = """
@@ -236,7 +236,7 @@ echo "sbatch: Job 9 to start at 2030-01-01T00:00:00 using 4 processors on nodes 
         executor.submit(print)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     with pytest.raises(SubmissionError, match="shorter time limit than 99"):
-        submit_plan(plans.plan("ib-a"), run.path, print, plans.CONFIG, SlurmSettings(timeout_min=99))
+        submit_plan(PlannedJob(plans.plan("ib-a"), plans.CONFIG, print, SlurmSettings(timeout_min=99)), run.path)
     assert submissions(slurm) == []
 
 

@@ -19,7 +19,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import interrupt_here, slurm, uninterrupted
 from holmes_hpc.submission.executor.slurmhet import SlurmHetExecutor
 from holmes_hpc.submission.executor.submit import Refused, SubmissionUnknown, submit_file
-from holmes_hpc.submission.plan_job import submit_plan
+from holmes_hpc.submission.plan_job import PlannedJob, submit_plan
 
 INTERRUPTED = """
 for a in "$@"; do [ "$a" = --test-only ] && exit 0; done
@@ -65,7 +65,7 @@ def test_interrupted_plan_submission_is_recorded(fake_slurm: Any, tmp_path: Path
     fake_slurm.answer("sbatch", INTERRUPTED)
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     with pytest.raises(KeyboardInterrupt):
-        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, SlurmSettings())
+        submit_plan(PlannedJob(plans.plan("ib-a"), plans.CONFIG, plans.quick, SlurmSettings()), run.path)
     assert run.read_run()["slurm"]["job_id"] == 41 and fake_slurm.calls("scancel") == []
 
 
@@ -80,7 +80,7 @@ def test_job_that_cannot_be_recorded_is_cancelled(
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.plan("ib-a").to_yaml(), config=plans.CONFIG)
     monkeypatch.setattr(RunDirectory, "update_run", raise_disk_full)
     with pytest.raises(OSError, match="No space"):
-        submit_plan(plans.plan("ib-a"), run.path, plans.quick, plans.CONFIG, SlurmSettings())
+        submit_plan(PlannedJob(plans.plan("ib-a"), plans.CONFIG, plans.quick, SlurmSettings()), run.path)
     assert fake_slurm.calls("scancel") == [["41"]]
 
 

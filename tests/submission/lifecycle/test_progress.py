@@ -38,7 +38,7 @@ from holmes_hpc.submission.lifecycle.status import (
     run_statuses,
 )
 from holmes_hpc.submission.local import run_plan_locally
-from holmes_hpc.submission.plan_job import plan_components, plan_executor
+from holmes_hpc.submission.plan_job import PlannedJob, plan_components, plan_executor
 from holmes_hpc.submission.templates import plan_script
 
 pytestmark = pytest.mark.integration
@@ -449,7 +449,7 @@ def here(tmp_path: Path, **config: Any) -> RunDirectory:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, **config})
-    job = run_plan_locally(plan, run.path, rank_here, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(PlannedJob(plan, run.config, rank_here, SlurmSettings(timeout_min=1)), run.path)
     code = report_progress(run, job, poll_s=0.1)
     assert code == (0 if config.get("die") is None else 1)
     return run
@@ -494,7 +494,7 @@ def test_the_state_of_a_local_run_ended_by_a_signal(
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     plan = plans.local_plan()
     run = RunDirectory.create(tmp_path / "run", plan_text=plan.to_yaml(), config={**plans.CONFIG, "saves": saves})
-    job = run_plan_locally(plan, run.path, wait_for_signal, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(PlannedJob(plan, run.config, wait_for_signal, SlurmSettings(timeout_min=1)), run.path)
     while len(list(run.path.glob("here-*"))) < 2:
         time.sleep(0.05)
     ranks = psutil.Process(int(job.id)).children()[0]  # the process that forked them
@@ -518,7 +518,9 @@ def wait_for_file(config: dict[str, Any]) -> None:
 def test_a_local_run_ignores_ctrl_c_and_can_be_cancelled(tmp_path: Path, action: str) -> None:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     run = RunDirectory.create(tmp_path / "run", plan_text=plans.local_plan().to_yaml(), config=plans.CONFIG)
-    job = run_plan_locally(plans.local_plan(), run.path, wait_for_file, run.config, SlurmSettings(timeout_min=1))
+    job = run_plan_locally(
+        PlannedJob(plans.local_plan(), run.config, wait_for_file, SlurmSettings(timeout_min=1)), run.path
+    )
     while not run.metrics():
         time.sleep(0.05)
     os.kill(int(job.id), signal.SIGINT)  # as a terminal does to all its processes
