@@ -17,7 +17,6 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.submission.executor.environment import LEADER, own_member
 from holmes_hpc.submission.lifecycle.requeue_decision import watch_batch_script
 from holmes_hpc.submission.lifecycle.requirements import allow_open_files, check_megatron_core
-from holmes_hpc.submission.local_ranks import preload_with
 from holmes_hpc.training.rank.log import one_line
 
 
@@ -27,7 +26,6 @@ def _preload(config: dict[str, Any]) -> None:
     _load_task(settings)
 
 
-@preload_with(_preload)
 def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     """Run this process as one rank of `config["plan_file"]`: train, or calibrate if `train.measure` is set.
 
@@ -42,6 +40,9 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
         if LEADER in os.environ and own_member() is None and rank_and_size()[0] == 0:
             watch_batch_script(run)
         return _load_task(settings)(settings, unrecorded)
+
+
+run_rank.load = _preload  # type: ignore[attr-defined] # called before the ranks of this machine are forked
 
 
 def _load_task(settings: Configuration) -> Callable[[Configuration, Sequence[str]], dict[str, Any]]:

@@ -10,10 +10,9 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 from submitit.core.submission import process_job
 from submitit.core.utils import DelayedSubmission, JobPaths
@@ -23,23 +22,10 @@ from holmes_hpc.lifetime import end_with
 from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.lifecycle.failed_rank import record_local_exits
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def preload_with(load: Callable[[dict[str, Any]], object]) -> Callable[[F], F]:
-    """Return a decorator for a rank's function. ``load(config)`` is called before the fork, so that all ranks of this
-    machine share its slow imports."""
-
-    def mark(function: F) -> F:
-        function.load = load  # type: ignore[attr-defined]
-        return function
-
-    return mark
-
 
 def preload(pickle: Path) -> dict[str, Any]:
-    """Import the modules that the job's ranks need, and return the configuration of its task. Ignore errors of the
-    imports, because each rank reports them."""
+    """Call ``load(config)``, an attribute of the ranks' function, so that all ranks of this machine share its slow
+    imports. Return the configuration. Ignore errors of the imports, because each rank reports them."""
     task = DelayedSubmission.load(pickle).function
     with contextlib.suppress(Exception):
         getattr(task.function, "load", lambda _: None)(task.config)

@@ -19,7 +19,6 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.commands import uninterrupted
 from holmes_hpc.submission.lifecycle.status import run_status
 from holmes_hpc.submission.local import run_plan_locally
-from holmes_hpc.submission.local_ranks import preload_with
 from holmes_hpc.submission.plan_job import PlannedJob
 
 pytestmark = pytest.mark.integration
@@ -30,13 +29,15 @@ def load(config: dict[str, Any]) -> None:
         file.write(f"{os.getpid()}\n")
 
 
-@preload_with(load)
 def rank_here(config: dict[str, Any]) -> None:
     run = Path(config["run_dir"])
     print(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
     (run / f"pids-{os.environ['RANK']}").write_text(f"{os.getpid()} {os.getppid()}")
     while not (run / "go").exists():
         time.sleep(0.05)
+
+
+rank_here.load = load  # type: ignore[attr-defined]
 
 
 def start_job(tmp_path: Path, has_gpus: bool = False) -> tuple[Any, RunDirectory, dict[int, int]]:
