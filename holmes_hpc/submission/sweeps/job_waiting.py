@@ -109,19 +109,15 @@ def _wait_for_plan(manifest: Manifest, job: LaunchedJob, on_poll: Callable[[], N
     )
 
 
-class Progress(contextlib.AbstractContextManager["Progress"]):
+class Progress(contextlib.ExitStack):
     """A context manager that displays the progress of the jobs in `launched`, a list that may grow meanwhile."""
 
     def __init__(self, manifest: Manifest, launched: list[LaunchedJob]) -> None:
+        super().__init__()
         self.manifest, self.launched = manifest, launched
         self._polled_at = self._logged_at = time.monotonic()
         self._logged_states: list[str] = []
         self._live: Any = None
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
 
     def rows(self, mode: str = "standard") -> list[SweepRow]:
         jobs = [job.entry for job in self.launched]
@@ -136,8 +132,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
         rows = self.rows()
         if sys.stdout.isatty():
             if self._live is None:
-                self._live = live_display()
-                self._live.start()
+                self._live = self.enter_context(live_display())
             table = live_table(str(self.manifest.path.parent), rows, self._live.console.height)
             self._live.update(table, refresh=True)
         elif (states := [row.state for row in rows]) != self._logged_states or now - self._logged_at >= LOG_INTERVAL_S:
@@ -146,7 +141,7 @@ class Progress(contextlib.AbstractContextManager["Progress"]):
 
     def conclude(self) -> None:
         """End the display and print the final table of the jobs."""
-        self.__exit__(None, None, None)
+        self.close()
         with contextlib.suppress(OSError):
             rows, folder = self.rows("cache"), self.manifest.path.parent
             console.table(str(folder), *table_cells(rows))
