@@ -162,7 +162,7 @@ def fewer(root: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "node"), [("killed", "ib2"), ("silent", "roce2")])
+@pytest.mark.parametrize(("kind", "node"), [("killed", "roce1"), ("silent", "roce2")])
 def test_without_a_spare_the_run_continues_on_fewer_nodes(kind: str, node: str, fewer: Path) -> None:
     whole = interruptions.undisturbed_figures(fewer)
     options = ("elastic.enabled=true", "elastic.spares=0", *COPIES)
