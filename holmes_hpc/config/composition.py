@@ -1,8 +1,5 @@
 """Composition of a configuration: overrides in Hydra's grammar, applied to the defaults or a recorded configuration.
-
-If all overrides name declared options, the configuration is composed without Hydra, because Hydra's file search takes
-most of the time. Otherwise Hydra composes the configuration and reads the files in the user's search path.
-"""
+Overrides of declared options are composed without Hydra, because its file search takes most of the time."""
 
 import contextlib
 import hashlib
@@ -95,11 +92,9 @@ def resolve(config: DictConfig, overrides: Sequence[str] = ()) -> Configuration:
 
 
 def for_hydra(overrides: Sequence[str]) -> list[str]:
-    """Return `overrides` in the form that Hydra needs.
-
-    For each ``model=hf:DIR``, read the model from the folder's config.json, register it with Hydra, and write the
-    registered name in place of ``hf:DIR``. Quote numbers after ``name=`` and ``data.split=``, because Hydra would
-    convert ``name=1e5`` to 100000.0. Raise DataError if config.json is unreadable or its model is not supported."""
+    """Return `overrides` in the form that Hydra needs: with a registered model in place of each ``hf:DIR``, and with
+    quoted numbers after ``name=`` and ``data.split=``, because Hydra would convert ``name=1e5`` to 100000.0. Raise
+    DataError if config.json is unreadable or its model is not supported."""
     result = []
     for override in overrides:
         match = re.match(r"(\+*model=)(['\"]?)(hf:.+)\2\Z", override)

@@ -110,11 +110,9 @@ def from_dict(data: Mapping[str, Any]) -> Configuration:
 
 
 def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
-    """Return (the configuration in a run's record, the names of the keys that the record lacks).
-
-    An older version may have written the record. Missing keys get their defaults, and keys that no longer exist are
-    dropped. Raise ConfigError if a group without defaults (model, batch) is missing.
-    """
+    """Return (the configuration in a run's record, the names of the keys that the record lacks, which get their
+    defaults). Keys that no longer exist are dropped. Raise ConfigError if a group without defaults (model, batch) is
+    missing."""
     missing_keys: list[str] = []
     values: dict[str, Any] = {}
     for name, declared in keys(Configuration).items():

@@ -1,7 +1,4 @@
-"""The command options that set a configuration key, each declared once: ``--tp 2`` means ``plan.tp=2``.
-
-An option has the help, type and range of its key.
-"""
+"""The command options that set a configuration key, with its help, type and range: ``--tp 2`` means ``plan.tp=2``."""
 
 import re
 from collections.abc import Mapping

@@ -55,9 +55,8 @@ def unknown_key(unknown: str) -> ConfigError:
 
 def meant_keys(unknown: str) -> list[str]:
     """Return the keys that the user may have meant by an unknown key. The first of these rules with a match applies:
-    the key that other programs call by this name; keys with the same name in any group; keys that `unknown` may
-    misspell; keys with similar names; the key whose name in other programs `unknown` may misspell. If `unknown`
-    includes a group, misspelled keys come before keys with the same name."""
+    the key that other programs call by this name; keys with the same name; keys that `unknown` may misspell; keys with
+    similar names; the key whose name in other programs `unknown` may misspell."""
     if (key := key_elsewhere(unknown)) is not None:
         return [key]
     group, _, name = unknown.rpartition(".")

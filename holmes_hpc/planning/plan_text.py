@@ -312,9 +312,8 @@ def _with_remedy(part: str) -> str:
 
 
 def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[float, str]]:
-    """Return (relative gain in samples/s, change) for each change, the largest gain first.
-    Each change is made alone: a faster network, a larger batch, or twice the nodes with twice the DP. The layout is
-    otherwise kept."""
+    """Return (relative gain in samples/s, change) for each change, the largest gain first. Each is made alone, in this
+    layout."""
 
     def gain_of_faster(rate: str, *names: str) -> float:
         pools = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.pools)

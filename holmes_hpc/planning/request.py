@@ -83,12 +83,9 @@ def node_settings(config: Configuration) -> NodeSettings:
 
 
 def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapping[str, Any] | None = None) -> Costs:
-    """Return the cost model of a configuration.
-
-    Compute costs come from the calibration file if one is set, otherwise from emulated compute (set in `config` or
-    `plan`), otherwise from published figures. Network costs come from the calibration file or from published figures.
-    `software_fields`: values for fields of :class:`Software`; they override the values that follow from `config.train`.
-    """
+    """Return the cost model of a configuration, with the emulated compute of `config` or otherwise of `plan`.
+    `software_fields`: values for fields of :class:`Software`; they override the values that follow from
+    `config.train`."""
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else NO_CALIBRATION
     facts = Software.facts_of(train, plan.transport_mode if plan else config.plan.transport)
@@ -236,12 +233,8 @@ def with_gpu(target_site: Site, name: str) -> Site:
 
 
 def calibration_config(config: Configuration) -> Configuration:
-    """Return `config` changed for a short run that uses every network.
-
-    The run has at most two nodes per pool, few layers, and a batch that any data-parallel size divides. It is a
-    pipeline with one stage per pool if the pools in use have equal numbers of ranks. If `config` fixes nodes, stages
-    or strategy, these are kept.
-    """
+    """Return `config` changed for a short run that uses every network, with few nodes and layers, and a batch that any
+    data-parallel size divides. Nodes, stages and a strategy that `config` fixes are kept."""
     pools, plan, batch = site(config).pools, config.plan, config.batch
     if plan.nodes is None and not config.local:
         plan = replace(plan, nodes={f.name: min(2, f.nodes) for f in pools})

@@ -26,12 +26,9 @@ LINKS = (*NETWORKS, *(f"{network}.{collective}" for network in NETWORKS for coll
 
 @dataclass(frozen=True)
 class MeasuredPart(Checked, where="calibration"):
-    """The measured times of one part of a model, for one micro-batch of `tokens` tokens on one of `tp` ranks.
-
-    The times include TP's collectives. `part`: layer, embedding or head. `flops`: the part's forward FLOPs for the
-    complete micro-batch, as in cost/flops.py (for the embedding: tokens * hidden). `sequence`: 0 (unknown) in files of
-    an earlier release. `backward_s`: seconds without recomputation.
-    """
+    """The measured times of one part of a model, with TP's collectives, for one micro-batch on one of `tp` ranks.
+    `flops`: as in cost/flops.py (for the embedding: tokens * hidden). `sequence`: 0 (unknown) in files of an earlier
+    release. `backward_s`: seconds without recomputation."""
 
     part: Annotated[str, key("part of a model", one_of=("layer", "embedding", "head"))]
     hidden: Annotated[int, key("width of the residual stream", ge=1)]
@@ -50,12 +47,10 @@ class MeasuredPart(Checked, where="calibration"):
 
 @dataclass(frozen=True)
 class MeasuredPool(Checked, where="calibration"):
-    """The measurements on the nodes of one pool.
-    `fabric`: the pool's name in the site; empty: any pool. `gpu`: the GPU kind's name in the site; empty: `device`
-    gives the kind. `links`: by network (ib, roce, ethernet, local), the link for messages; by `ib.reduce_scatter`,
-    `ib.all_gather` and so on, the link for a collective over that network. `optimizer_s`: seconds per parameter that a
-    rank updates. `pass_s`: fixed seconds of a stage's pass, in addition to layers, embedding and head. None: not
-    measured."""
+    """The measurements on the nodes of one pool. `links`: by network (ib, roce, ethernet, local), the link for
+    messages; by `ib.reduce_scatter`, `ib.all_gather` and so on, the link for a collective over that network.
+    `optimizer_s`: seconds per parameter that a rank updates. `pass_s`: fixed seconds of a stage's pass, in addition to
+    layers, embedding and head. None: not measured."""
 
     fabric: Annotated[str, key("pool of the site; empty: any")] = ""
     gpu: Annotated[str, key("GPU kind as the site names it; empty: see device")] = ""

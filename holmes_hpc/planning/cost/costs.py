@@ -1,8 +1,5 @@
 """Seconds of computing and bytes of data on a site's GPUs.
 
-The times come from a calibration, from emulated compute, from the kernel tables of a GPU kind (layer_times.py) or, on
-CPUs, from published figures.
-
 A calibration holds the times of the measured shapes. Times of other shapes are scaled by a model: the kernel tables on
 GPUs, FLOPs on CPUs. If a layer was measured at the requested TP, its time includes the TP collectives. If it was
 measured at another TP, the modelled collectives of that TP are subtracted and those of the requested TP are added.
@@ -139,12 +136,9 @@ class Costs:
         ep: int = 1,
         etp: int = 1,
     ) -> Seconds:
-        """Return the seconds of (forward, backward) of one layer, for one micro-batch on one of `tp` ranks of `pool`.
-        The all-to-alls of experts are not included.
-
-        Recomputation counts as backward: `full` repeats the forward pass with its collectives, `selective` repeats
-        the parts in `software.recompute_parts`. With emulated compute, only `full` adds time.
-        """
+        """Return the seconds of (forward, backward) of one layer, without the all-to-alls of experts, for one
+        micro-batch on one of `tp` ranks of `pool`. Recomputation counts as backward. With emulated compute, only `full`
+        adds time."""
         gpu, shape = pool.gpu, LayerShape(model, batch, tp, sequence_parallel, recompute, ep, etp)
         if self.pace_layer_ms:
             forward, backward = self._paced_s(shape, pool)

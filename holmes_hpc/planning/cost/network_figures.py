@@ -34,12 +34,9 @@ class Collectives:
     gather_fill: float = 0.0
 
     def reduce_scatter(self, ranks: int, nodes: int, instances: int = 1) -> float:
-        """Return the traffic of the reduce-scatter that sends least, for a group of `ranks` ranks on `nodes` nodes.
-
-        It compares the library's own reduce-scatter, a ring, with an all-to-all whose receivers compute the sums. In a
-        ring, one rank of each node sends to another node. In an all-to-all, every rank sends to every rank of other
-        nodes. Megatron-Core has no all-to-all for several optimizer `instances`.
-        """
+        """Return the traffic of the reduce-scatter that sends least, for a group of `ranks` ranks on `nodes` nodes: the
+        library's own, a ring that leaves each node once, or an all-to-all whose receivers compute the sums.
+        Megatron-Core has no all-to-all for several optimizer `instances`."""
         per_node = ranks / nodes
         all_to_all = per_node * (ranks - per_node) / max(1, ranks - 1) if nodes > 1 else 1.0
         return min(self.ring_reduce_scatter, all_to_all) if instances == 1 else self.ring_reduce_scatter

@@ -82,10 +82,8 @@ def stage_speeds(layout: Layout) -> list[float]:
 
 
 def limit_s(compute_s: Sequence[float], speeds: Sequence[float]) -> float:
-    """Return the seconds of an ideal step: no rank waits, and the work of layers is divided exactly by stage speed.
-
-    `compute_s`: for each stage, the mean seconds that its ranks compute in a step. `speeds`: see :func:`stage_speeds`.
-    """
+    """Return the seconds of a step in which no rank waits, and layers are divided exactly by stage speed
+    (:func:`stage_speeds`). `compute_s`: for each stage, the mean seconds that its ranks compute in a step."""
     return float(np.average(compute_s, weights=speeds))
 
 
@@ -116,12 +114,9 @@ def stage_breakdown_of(plan: Plan, costs: Costs) -> list[dict[str, float]]:
 
 
 def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[dict[str, float]]:
-    """Return the seconds of each part of a step (records.metrics.PARTS), for each stage of the slowest pipeline.
-    The parts of each stage add up to `seconds`, the length of the step.
-
-    If the step is long, only its first micro-batches are simulated. Compute time is then scaled to all micro-batches,
-    and pipeline wait is the remainder.
-    """
+    """Return the seconds of each part of a step (records.metrics.PARTS), for each stage of the slowest pipeline. They
+    add up to `seconds`, the length of the step. If only its first micro-batches are simulated, their compute time is
+    scaled to all micro-batches, and pipeline wait is the remainder."""
     times, orders = timing(layout, layers), layout.orders
     end_s = seconds - float(times.after_reduction_s()[0])
     if layout.is_per_stage:
@@ -178,12 +173,9 @@ def nic_bytes(layout: Layout, layers: np.ndarray) -> dict[str, float]:
 
 
 def timeline(plan: Plan, costs: Costs) -> list[dict[str, Any]]:
-    """Return the simulated step as events, sorted by stage and start.
-
-    An event is {stage, kind, micro_batch, chunk, start_s, end_s}. `kind`: forward, backward, weight, send (a stage
-    transfer, listed at its sender), grad_sync, param_sync. With per-stage TP/DP, `stage` is the number of a replica,
-    counted stage by stage.
-    """
+    """Return the simulated step as events {stage, kind, micro_batch, chunk, start_s, end_s}, sorted by stage and start.
+    `kind`: forward, backward, weight, send (a stage transfer, listed at its sender), grad_sync, param_sync. With
+    per-stage TP/DP, `stage` is the number of a replica, counted stage by stage."""
     layout, layers = Layout.of(plan, costs), layer_array(plan)
     if layout.is_per_stage:
         return sorted((e for e in events(layout, layers) if e["end_s"] > e["start_s"]), key=_event_order)
@@ -267,9 +259,7 @@ def _thread(kind: str) -> str:
 
 def slowest_parts(extra_s: Mapping[str, float]) -> str:
     """Return a text on the part with the most extra time, and on the next one if it has at least a third of that.
-
-    `extra_s`: the seconds by which each part of the step is longer than in the best plan (negative: shorter).
-    """
+    `extra_s`: the seconds by which each part of the step is longer than in the best plan."""
     first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
     text = f"{PART_NAMES[first]} takes {rounded(extra_s[first])} s longer"
     return text + (

@@ -279,12 +279,9 @@ _UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True, "cp_co
 
 @lru_cache(maxsize=256)
 def _route(parallel: StageParallel, stage: int, micro_batches: int) -> tuple[int, ...]:
-    """Return the replica of each micro-batch.
-
-    Without weights, replicas take turns. With weights, the replicas' numbers of micro-batches minimize the time at
-    which the last replica ends. The order of micro-batches is that of their starts if each replica computes without a
-    pause. Therefore each replica computes one of the first micro-batches, and all replicas of a stage gather parameters
-    together in their first passes."""
+    """Return the replica of each micro-batch. With weights, the last replica ends as early as possible. Micro-batches
+    are in the order in which they would start without pauses. Therefore each replica computes one of the first
+    micro-batches, and all replicas of a stage gather parameters together in their first passes."""
     problem = f"stage {stage} has {parallel.dp} replicas for {micro_batches} micro-batches a step"
     hint = "use fewer replicas, or a larger batch"
     PlanError.refuse("routing", (parallel.dp > micro_batches, problem, hint))

@@ -46,10 +46,7 @@ CONTROL = "control"  # kind of the transport entry for traffic of all ranks in h
 
 @dataclass(frozen=True)
 class Plan:
-    """The complete description of a run, made by the planner or by hand, and checked on creation.
-
-    The plan fills in each component's partition, constraint, fabric and stages, and each stage's pool and fabric.
-    """
+    """The complete description of a run, made by the planner or by hand, and checked on creation."""
 
     strategy: Annotated[str, key("how fabrics are used", one_of=STRATEGIES)]
     model: ModelSpec

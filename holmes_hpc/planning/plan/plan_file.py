@@ -71,12 +71,9 @@ def _has_pools(plan: Any) -> bool:
 
 
 def digest(plan: Any) -> str:
-    """Return twelve hex digits that identify what a plan runs.
-
-    They are computed as if the plan were written as plan.yaml of version 1 (uniform) or 2 (per-stage TP/DP), without
-    the transport entry of kind `control`, which the oldest plan files lack. Therefore, equal plans have the same digits
-    in every release.
-    """
+    """Return twelve hex digits that identify what a plan runs, the same in every release. They are computed as if the
+    plan were written as plan.yaml of version 1 (uniform) or 2 (per-stage TP/DP), without the transport entry of kind
+    `control`, which the oldest plan files lack."""
     data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
     data["version"] = PER_STAGE if plan.is_per_stage else UNIFORM
     if plan.is_per_stage:

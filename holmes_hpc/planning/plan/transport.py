@@ -29,11 +29,9 @@ TCP = Transport("tcp", NicType.ETHERNET)
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """The transport of one concrete group, with its global ranks and stages.
-
-    `kind`: Megatron-Core's name, ``edge``, or ``control`` (traffic of all ranks in host memory, if any rank has a GPU).
-    Gloo groups of fewer ranks have no entry, but their transport follows the same rule.
-    """
+    """The transport of one concrete group, with its global ranks and stages. `kind`: Megatron-Core's name, ``edge``, or
+    ``control`` (traffic of all ranks in host memory, if any rank has a GPU). Gloo groups of fewer ranks have no
+    entry."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -56,11 +54,9 @@ def places(components: Sequence[Component]) -> list[Place]:
 
 @dataclass(frozen=True)
 class TransportRule:
-    """The rule that picks the transport of each group of a job, for the plan, its cost model and training.
-
-    `mode`: ``holmes`` (the best transport that the group's members share) or ``single`` (plain Megatron-LM: the best
-    that
-    all ranks share, except inside a node). `pools`: the job's pools; `one_node`: whether the job has only one node."""
+    """The rule that picks the transport of each group of a job, for the plan, its cost model and training. `mode`:
+    ``holmes`` (the best transport that the group's members share) or ``single`` (plain Megatron-LM: the best that all
+    ranks share, except inside a node). `pools`: the job's pools; `one_node`: whether the job has only one node."""
 
     site: Site
     mode: str
@@ -74,11 +70,9 @@ class TransportRule:
         return cls(site, mode, pools=frozenset(c.pool for c in components), one_node=one_node)
 
     def of(self, pools: Collection[str], one_node: bool, host_memory: bool = False) -> Transport:
-        """Return the transport of a group whose members run in `pools`; `one_node`: all on one node.
-
-        `host_memory`: the group exchanges tensors in host memory while training uses GPUs. Such a group never uses
-        RDMA: it runs on gloo, which needs a kernel interface, and RDMA ports may have none.
-        """
+        """Return the transport of a group whose members run in `pools`; `one_node`: all on one node. `host_memory`: the
+        group exchanges tensors in host memory while training uses GPUs. It runs on gloo and never uses RDMA, because
+        gloo needs a kernel interface, and RDMA ports may have none."""
         if one_node:
             return LOCAL
         best = self._best(pools) if self.mode == "holmes" else self.shared
