@@ -166,12 +166,9 @@ Arcs = list[tuple[np.ndarray, np.ndarray]]  # arrays of (waiting nodes, their de
 
 
 def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -> Arcs:
-    """Return the arcs of parameter gathers and gradient reductions.
-
-    A gather ends before its chunk's first forward pass. A reduction follows its chunk's last backward pass, and the
-    reductions of the stage's later chunks. `before_first`: {first forward pass of a chunk: its other dependencies}.
-    The chunk's gather has the same dependencies.
-    """
+    """Return the arcs of parameter gathers, which precede their chunk's first forward pass, and of gradient reductions,
+    which follow its last backward pass and the reductions of later chunks. `before_first`: {first forward pass of a
+    chunk: its other dependencies}, which the chunk's gather has, too."""
     n, last_micro_batch = numbers, numbers.order.micro_batches - 1
     arcs: list[tuple[int, int]] = []
     for stage in range(n.stages):
@@ -191,11 +188,8 @@ def _collective_arcs(numbers: NodeNumbers, before_first: dict[int, list[int]]) -
 
 
 def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Return (the arcs of Megatron-Core's schedules, whether each transfer exists).
-
-    A stage continues when the exchanges that it waits for are complete. A transfer starts when both stages have reached
-    it, and the sender's previous transfer in the same direction is complete.
-    """
+    """Return (the arcs of Megatron-Core's schedules, whether each transfer exists). A transfer starts when both stages
+    have reached it, and the sender's previous transfer in the same direction is complete."""
     n, arcs = numbers, list[tuple[int, int]]()
     exists = np.zeros(n.transfers, dtype=bool)
     for stage in range(n.stages):
@@ -222,11 +216,9 @@ def _blocking_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs
 
 
 def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Arcs, np.ndarray]:
-    """Return (the arcs of a schedule that exchanges in the background, whether each transfer exists).
-
-    A stage waits for the input of each pass and, after a send, for the send one window earlier (:meth:`Order.window`).
-    A transfer starts when its tensor is computed, its receive is posted, and the edge's previous transfer is complete.
-    """
+    """Return (the arcs of a schedule that exchanges in the background, whether each transfer exists). After a send, a
+    stage waits for the send one window earlier (:meth:`Order.window`). A transfer starts when its tensor is computed,
+    its receive is posted, and the edge's previous transfer is complete."""
     n, order, stages = numbers, numbers.order, range(numbers.stages)
     turns, both_turns = np.arange(n.turns), np.arange(2 * n.turns)
     exists = np.zeros((n.stages, 2, n.turns), dtype=bool)

@@ -55,10 +55,8 @@ class Exchange:
 
 @lru_cache(maxsize=256)
 def alternating(turns: int, depth: int) -> np.ndarray:
-    """Return the order of passes that starts with `depth` - 1 forward passes and then alternates, (2 * turns,).
-
-    Forward passes are 0 … turns-1, backward passes turns … 2*turns-1. The array is read-only.
-    """
+    """Return the order of passes that starts with `depth` - 1 forward passes and then alternates, (2 * turns,),
+    read-only. Forward passes are 0 … turns-1, backward passes turns … 2*turns-1."""
     warm_up, pairs = depth - 1, turns - depth + 1
     turn = np.arange(turns)
     forward_position = np.where(turn < warm_up, turn, 2 * turn - warm_up)
@@ -72,21 +70,17 @@ def alternating(turns: int, depth: int) -> np.ndarray:
 class ScheduleKind:
     """A pipeline schedule: all properties that the planner, the simulation and training depend on.
 
-    `label`: its name in text. `chunks`: the smallest and largest (None: any) number of virtual stages.
-    `in_flight`: function of (stages, micro-batches, chunks) that returns the largest number of passes whose activations
-    each stage holds, for the memory estimate. `deepens`: whether a plan may let its stages hold more passes.
-
-    `megatron`: whether a function of Megatron-Core runs the schedule and waits for its exchanges
-    (megatron_programs.py). Otherwise, this project's executor runs it and exchanges in the background. `turns`:
-    function of (passes per direction, passes that the stage holds) that returns the order of passes in the format of
-    :func:`alternating`. Each direction is numbered in the order of :meth:`Order.turns`. A schedule that supports
-    virtual stages must use `alternating`.
+    `label`: its name in text. `chunks`: the smallest and largest (None: any) number of virtual stages. `in_flight`: for
+    the memory estimate, function of (stages, micro-batches, chunks) that returns the most passes whose activations each
+    stage holds. `deepens`: whether a plan may let its stages hold more passes. `megatron`: whether a function of
+    Megatron-Core runs the schedule and waits for its exchanges (megatron_programs.py). Otherwise, this project's
+    executor exchanges in the background. `turns`: function of (passes per direction, passes that the stage holds) that
+    returns the order of passes in the format of :func:`alternating`, which a schedule with virtual stages must use.
 
     `waits`: whether a stage, in the steady state, has two exchanges per micro-batch, one with each neighbour, and does
     not compute during them. The lower bound of a step relies on this. `per_stage`: whether the schedule supports
-    per-stage TP/DP. `splits`: whether backward passes compute only the gradients of their inputs. Weight passes
-    (:class:`WeightPass`) then follow.
-    """
+    per-stage TP/DP. `splits`: whether backward passes compute only the gradients of their inputs, and weight passes
+    follow."""
 
     name: str
     label: str
@@ -151,11 +145,9 @@ def megatron_kind(chunks: int) -> ScheduleKind:
 
 
 def candidate_schedules(requested: str, chunks: int, background: bool) -> tuple[str, ...]:
-    """Return the names of the schedules to try with `chunks` virtual stages, the preferred one first.
-
-    `requested`: the name of a schedule, which Megatron-Core's schedule replaces if it needs more virtual stages; or
-    ``auto``: eager 1F1B if stages may exchange in the `background`, followed by Megatron-Core's schedule.
-    """
+    """Return the names of the schedules to try with `chunks` virtual stages, the preferred one first. `requested`: the
+    name of a schedule, which Megatron-Core's schedule replaces if it needs more virtual stages; or ``auto``: eager 1F1B
+    if stages may exchange in the `background`, followed by Megatron-Core's schedule."""
     megatron_name = megatron_kind(chunks).name
     if requested != "auto":
         return (requested if chunks >= schedule_kind(requested).chunks[0] else megatron_name,)

@@ -64,13 +64,9 @@ def launches(order: Order, stage: int, forward_only: bool, on_device: bool) -> t
 
 
 def nccl_launches(order: Order, forward_only: bool = False) -> Launches:
-    """Return the launches of each row for exchanges over NCCL in the background.
-
-    Each receive is posted before the pass during which the peer sends. All passes and transfers are put into one total
-    order, and each row launches its part in this order. The order comes from a simulated step. Passes take FORWARD or
-    BACKWARD time units; a transfer takes the longest time that the extra depth of its edge hides. Passes are sorted by
-    their end, and each pass is followed by the transfer of its result. PlanError if a stage would wait forever.
-    """
+    """Return the launches of each row for exchanges over NCCL in the background. Each receive is posted before the pass
+    during which the peer sends: each row launches its part of one total order, in which passes are sorted by their end
+    in a simulated step, and each is followed by the transfer of its result. PlanError if a stage would wait forever."""
     ends = _pass_ends(order, forward_only)
     rows: Launches = [[] for _ in range(order.rows)]
     for _, stage, p in sorted((end, stage, p) for stage, row in enumerate(ends) for p, end in row.items()):
@@ -157,10 +153,8 @@ def megatron_launches(order: Order) -> Launches:
 
 def exchange_order(stage: int) -> tuple[tuple[bool, bool], ...]:
     """Return the order in which `stage` launches the posts of an exchange, each as (is an activation, is a send).
-
-    Activations precede gradients, so that both ends of an edge reach the same transfer. Every second stage receives
-    first, so that the stages of a ring never all send first.
-    """
+    Activations come first, so that both ends of an edge reach the same transfer. Every second stage receives first, so
+    that the stages of a ring never all send first."""
     sends_first = stage % 2 == 0
     return (True, sends_first), (True, not sends_first), (False, sends_first), (False, not sends_first)
 
@@ -237,12 +231,9 @@ class _Step:
 
 
 def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
-    """Raise PlanError if a step of :func:`gloo_launches` would deadlock.
-
-    A row runs a pass as soon as the input has been sent. After a send, it continues as soon as the receive of the send
-    one window earlier is posted. In a uniform layout with alternating passes, two stages are never further apart than
-    their window. But a row with several neighbours can block one of them while it waits for another.
-    """
+    """Raise PlanError if a step of :func:`gloo_launches` would deadlock: after a send, a row continues only when the
+    receive of the send one window earlier is posted. A row with several neighbours can block one of them while it waits
+    for another."""
     step = _Step(order, rows)
     sent: dict[tuple[int, int], list[StageTransfer]] = {}
 

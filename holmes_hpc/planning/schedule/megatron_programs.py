@@ -50,12 +50,9 @@ def _one_forward_one_backward(order: Order, stage: int) -> list[Pass | Exchange]
 
 
 def _interleaved(order: Order, stage: int) -> list[Pass | Exchange]:
-    """Return the program of Megatron-Core's interleaved 1F1B.
-
-    In warm-up and cool-down, a stage waits for each exchange. In the steady state with overlap_p2p_comm
-    (`order.overlap`), it waits for a receive when a pass needs it, and for a send when it posts the next one. Without
-    overlap, it waits for each exchange in the steady state, too.
-    """
+    """Return the program of Megatron-Core's interleaved 1F1B. In the steady state with overlap_p2p_comm
+    (`order.overlap`), a stage waits for a receive when a pass needs it, and for a send when it posts the next one.
+    Otherwise it waits for each exchange."""
     forward = [Pass(True, m, c) for m, c in order.turns()]
     backward = [Pass(False, m, order.chunks - 1 - c) for m, c in order.turns()]
     total, last_stage = len(forward), order.stages - 1

@@ -125,11 +125,9 @@ class Order:
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The most passes that each row can hold: at most the `in_flight` of its stage.
-
-        Without `routes`, a stage never holds more passes than the stages above it. With virtual stages, the wrap-around
-        edge also limits every stage to the `in_flight` of the last stage plus two groups.
-        """
+        """The most passes that each row can hold: at most the `in_flight` of its stage. Without `routes`, a stage never
+        holds more passes than the stages above it. With virtual stages, the wrap-around edge also limits every stage to
+        the `in_flight` of the last stage plus two groups."""
         if self.routes:
             return tuple(
                 min(self.in_flight[self.stage_of(row)], len(micro_batches))
@@ -161,12 +159,9 @@ class Order:
         return [by_turn[turn] for turn in self.turn_sequence(row).tolist()]
 
     def weight_passes_before(self, row: int) -> Sequence[int]:
-        """Return the number of weight passes that `row` runs just before each of its passes.
-
-        The remaining weight passes follow the last pass. Up to `deferred` weight passes stay pending. When only
-        backward passes are left, each may have to wait for its input. Weight passes are spread over these waits, except
-        that `final` of them are left for the end.
-        """
+        """Return the number of weight passes that `row` runs just before each of its passes; the rest follow the last
+        pass. Up to `deferred` of them stay pending. When only backward passes are left, which may have to wait for
+        their inputs, weight passes are spread over these waits, except that `final` of them are left for the end."""
         turns, lag = len(self.micro_batches_of(row)) * self.chunks, self.deferred[row] if self.deferred else 0
         return _weight_passes_before(self.kind, turns, self.depths[row], lag, self.final[row] if self.final else 1)
 
@@ -280,13 +275,10 @@ def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> t
 
 
 def _distance(above: list[int], below: list[int], depth_above: int, depth_below: int) -> int:
-    """Return the most micro-batches that the upper row can have sent before the lower row received them.
-
-    `above`, `below`: the positions, in the order of each row, of the micro-batches that both rows compute. When the
-    upper row finishes a forward pass, it has finished the backward pass `depth_above` positions earlier. So the lower
-    row has finished that backward pass, too. Before it, the lower row has run as many forward passes as its depth
-    allows.
-    """
+    """Return the most micro-batches that the upper row can have sent before the lower row received them. `above`,
+    `below`: the positions, in the order of each row, of the micro-batches that both rows compute. After a forward pass
+    of the upper row, both rows have finished the backward pass `depth_above` positions earlier. Before that, the lower
+    row has run as many forward passes as its depth allows."""
     largest, received, backward_done = 1, 0, 0
     for sent, position in enumerate(above, 1):
         while above[backward_done] <= position - depth_above:

@@ -28,9 +28,8 @@ ACCURATE, ROUGH = 6000, 1000  # forward passes of all stages to simulate before 
 
 
 def rounds(order: Order, passes: int) -> tuple[int, int]:
-    """Return (micro-batches to simulate, further micro-batches to measure the period), both in whole groups.
-    The first number corresponds to about `passes` forward passes over all stages. It is at least `periodic_after`.
-    """
+    """Return (micro-batches to simulate, further micro-batches to measure the period), both in whole groups. The first
+    number corresponds to about `passes` forward passes over all stages, but is at least `periodic_after`."""
     first = max(passes // (order.stages * order.chunks), order.periodic_after)
     period = max(4, 2 * order.stages)
     return -(-first // order.group) * order.group, -(-period // order.group) * order.group
@@ -39,12 +38,10 @@ def rounds(order: Order, passes: int) -> tuple[int, int]:
 def step_seconds(
     order: Order, durations: Durations, shared: tuple[bool, ...] = (), passes: int = ACCURATE
 ) -> np.ndarray:
-    """Return the seconds from the start of a step until all gradients are reduced, (plans,).
-
-    `passes`: the passes to simulate before the extrapolation, ACCURATE or ROUGH. A step is not exactly periodic, so the
-    extrapolation is wrong by at most 0.5% with ``passes=ACCURATE`` (tests/planning/schedule/test_simulation.py), and by
-    a few percent with ``passes=ROUGH``.
-    """
+    """Return the seconds from the start of a step until all gradients are reduced, (plans,). `passes`: the passes to
+    simulate before the extrapolation. Its error is at most 0.5% with ACCURATE
+    (tests/planning/schedule/test_simulation.py), and a few percent with ROUGH, because a step is not exactly
+    periodic."""
     first, period = rounds(order, passes)
     table = durations.table()
     if order.micro_batches <= first + period:
@@ -56,13 +53,10 @@ def step_seconds(
 
 
 def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = ()) -> np.ndarray:
-    """Return a lower bound of :func:`step_seconds`, (plans,), for an order of any schedule in SCHEDULES.
-
-    A stage starts its passes when the first micro-batch has gone through the stages above, which first gather their
-    parameters. It ends its passes before the last gradients go back through these stages. If the schedule `waits`
-    (:class:`ScheduleKind`), the exchanges of the steady state take time of the stage, too. An edge carries the
-    transfers of each direction one after the other. If `shared`, one NIC carries both directions.
-    """
+    """Return a lower bound of :func:`step_seconds`, (plans,), for an order of any schedule in SCHEDULES. A stage starts
+    its passes when the first micro-batch has gone through the stages above, and ends them before the last gradients go
+    back through these. If the schedule `waits` (:class:`ScheduleKind`), the exchanges of the steady state take time of
+    the stage, too. If `shared`, one NIC carries both directions."""
     d, stages, m = durations, order.stages, order.micro_batches
     work = m * d.compute().sum(axis=2)
     if order.schedule.waits and stages > 1:
@@ -146,12 +140,9 @@ class TimedPass(NamedTuple):
 
 
 def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None = None) -> list[float]:
-    """Return the time in seconds at which each row's last pass ends.
-    It is infinite if the row waits forever, because too few passes are in flight.
-
-    `passes`: a list that receives a TimedPass for every pass, in order of their start. Inside this function a pass is a
-    number, for speed: twice its micro-batch, plus 1 if backward.
-    """
+    """Return the time in seconds at which each row's last pass ends; infinite if the row waits forever, because too few
+    passes are in flight. `passes`: a list that receives a TimedPass for every pass, in order of their start. Inside
+    this function a pass is a number, for speed: twice its micro-batch, plus 1 if backward."""
     stages, never = order.stages, float("inf")
     stage_of = [order.stage_of(row) for row in range(order.rows)]
     rows_on_node = Counter(d.node)

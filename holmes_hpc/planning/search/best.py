@@ -56,12 +56,8 @@ MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 def best_plan(
     model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs, clock: Clock | None = None
 ) -> Plan:
-    """Return the plan with the shortest predicted step, with its prediction and runners-up.
-
-    `clock`: the time limit and progress log. Without a clock, the search ends when no further gain is possible. Raise
-    PlanError if a size is not divisible as needed, or if no plan fits in memory. For memory, the message names the
-    missing memory and a change that helps.
-    """
+    """Return the plan with the shortest predicted step, with its prediction and runners-up. `clock`: the time limit and
+    progress log; None: no limit. Raise PlanError if a size is not divisible as needed, or if no plan fits in memory."""
     site = costs.calibration.with_measured_links(searched_site(site, options))
     clock, problem, plans, failure = clock or Clock(), Problem(model, batch, site, options, costs), list[Plan](), None
     for cp, all_to_all in cp_choices(problem):
@@ -115,11 +111,8 @@ def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
 
 
 def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate] = ()) -> Plan | None:
-    """Return the best plan with per-stage TP/DP, or None if it gains too little or the options exclude it.
-
-    `uniform`: the candidates with uniform layouts, the best first. The plan must shorten the step of the best one by
-    MIN_PER_STAGE_GAIN.
-    """
+    """Return the best plan with per-stage TP/DP, or None if the options exclude it, or if its step is not shorter by
+    MIN_PER_STAGE_GAIN. `uniform`: the candidates with uniform layouts, the best first."""
     options = problem.options
     if options.unequal == "false" or conflicting_option(options, problem.costs):
         return None
@@ -144,10 +137,8 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
 
 
 def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
-    """Return `plan`, with a note if a nearby global batch size gives MIN_BATCH_GAIN more samples per second.
-
-    `best`: the candidate with the best uniform layout. Only the best placements of the nearby batch size are evaluated,
-    so the true gain may be larger than the noted one."""
+    """Return `plan`, with a note if a nearby global batch size gives MIN_BATCH_GAIN more samples per second on its best
+    placements. `best`: the candidate with the best uniform layout."""
     assert plan.predicted is not None
     batch, step_s = problem.batch, plan.predicted.step_time_s
     if (choice := nearby_batch(problem, best.placement, step_s)) is None:
@@ -169,12 +160,10 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
 
 
 def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
-    """Return the plan of one user-fixed layout without a search; `options` must set tp, pp and dp.
-
-    Other options default to layers as equal as possible, Megatron-Core's schedule and no recomputation. Pools are in
-    the order of the option `nodes`, or else of the site file. Eager 1F1B gets the passes in flight and the bucket size
-    that a search would choose. If the layout does not fit in memory, the plan has a note that says so.
-    """
+    """Return the plan of one user-fixed layout without a search; `options` must set tp, pp and dp. Other options
+    default to layers as equal as possible, Megatron-Core's schedule and no recomputation, with pools in the order of
+    the option `nodes`, or else of the site file. If the layout does not fit in memory, the plan has a note that says
+    so."""
     PlanError.refuse("layout", *((not getattr(options, n), f"{n} is missing", f"give {n}") for n in ("tp", "pp", "dp")))
     site = costs.calibration.with_measured_links(searched_site(site, options))
     problem = Problem(model, batch, site, options, costs)
@@ -257,11 +246,8 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
 def _with_faster(
     evaluator: Evaluator, candidates: list[Candidate], options: PlanOptions, reason: str, clock: Clock
 ) -> list[Candidate]:
-    """Return `candidates`, preceded by new candidates with `options` that are faster by MIN_GAIN_OF_OPTION.
-
-    The new candidates use the placements of the best `candidates`, and the fastest of them comes first. `reason`: why
-    `options` make a step shorter, for a note in the plan.
-    """
+    """Return `candidates`, preceded by new candidates with `options` that are faster by MIN_GAIN_OF_OPTION, the fastest
+    first. They use the placements of the best `candidates`. `reason`: why `options` make a step shorter, for a note."""
     changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
@@ -342,9 +328,8 @@ def to_plan(solution: Solution, site: Site, slower: Sequence[Candidate]) -> Plan
 
 
 def _alternatives(best: Layout, predicted: Predicted, slower: Sequence[Candidate]) -> tuple[dict[str, Any], ...]:
-    """Return the runners-up as plain data, the fastest first: the best of `slower` for each kind of layout.
-
-    :func:`_kind` defines the kinds; the kind of `best` is left out. `predicted`: the prediction of `best`."""
+    """Return the runners-up as plain data, the fastest first: the best of `slower` for each other :func:`_kind` of
+    layout. `predicted`: the prediction of `best`."""
     kinds, runners_up = {_kind(best)}, list[dict[str, Any]]()
     for candidate in slower:
         if _kind(candidate.layout) not in kinds and len(runners_up) < MAX_RUNNERS_UP:

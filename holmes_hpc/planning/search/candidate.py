@@ -75,12 +75,9 @@ class Evaluator:
         self._memo = Memo()
 
     def candidates(self, placement: Placement, max_s: float = inf) -> Iterator[Candidate]:
-        """Yield candidates that are not simulated yet, for each EP and each number of virtual stages.
-
-        Numbers of virtual stages with an estimated step above `max_s` seconds are left out. A candidate has the least
-        recomputation that fits in memory. If memory limits the layers of one of its stages, candidates with more
-        recomputation follow.
-        """
+        """Yield candidates that are not simulated yet, for each EP and each number of virtual stages with an estimated
+        step of at most `max_s` seconds. A candidate has the least recomputation that fits in memory. If memory limits
+        the layers of one of its stages, candidates with more recomputation follow."""
         recomputations = RECOMPUTE if self.options.recompute == "auto" else (self.options.recompute,)
         sizes = expert_sizes(self.model, self.options, placement.tp * placement.dp)
         for experts, chunks in product(sizes, self._chunks(placement)):
@@ -181,10 +178,8 @@ class Evaluator:
     def _candidate(
         self, placement: Placement, recompute: str, kind: str, chunks: int, experts: tuple[int, int]
     ) -> Candidate | None:
-        """Return a candidate with balanced or user-fixed layers, the best bucket size and the lower bound.
-
-        Return None if the layout does not fit in memory, or if the schedule or the user-fixed layers are impossible.
-        """
+        """Return a candidate with balanced or user-fixed layers, the best bucket size and the lower bound. Return None
+        if it does not fit in memory, or if the schedule or the user-fixed layers are impossible."""
         try:
             layout = self.layout(placement, recompute, kind, chunks, experts)
             layout.order  # noqa: B018 (raises if virtual stages do not allow this number of micro-batches)
@@ -278,10 +273,7 @@ class Evaluator:
 
     def refine(self, candidate: Candidate, max_orders: int | None = None) -> Candidate:
         """Return the candidate with the best order of pools, layers, passes in flight, bucket size and schedule.
-
-        Another order of the pools is simulated if its lower bound is below the best step. `max_orders`: the most other
-        orders to consider, by ascending bound; None: all.
-        """
+        `max_orders`: the most other orders of the pools to consider, by ascending bound; None: all."""
         simulated, layout, placement = [timed(candidate)], candidate.layout, candidate.placement
         p = layout.parallel
         settings = layout.recompute, layout.schedule.kind, p.virtual_stages, (p.ep, p.etp)
@@ -319,10 +311,8 @@ class Evaluator:
                 yield timed(candidate, layout=layout, layers=splitter.balanced()[0])
 
     def _with_weight_passes(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the best layers, passes in flight, bucket size and weight passes.
-
-        Each round changes `deferred` and `final` (:class:`Schedule`) of all stages alike, then of one stage at a time.
-        """
+        """Return the candidate with the best layers, passes in flight, bucket size and weight passes. Each round
+        changes the weight passes of all stages alike, then of one stage at a time."""
         order, start_s = candidate.layout.order, inf
         sizes, changes = self._bucket_sizes(candidate.layout), _changes(order)
         while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
@@ -355,11 +345,9 @@ class Evaluator:
         return (BUCKET_BYTES, *BUCKETS, *([layer_bytes] if layer_bytes < BUCKETS[-1] else []))
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
-        """Return the candidate with the best layers and passes in flight.
-
-        More passes in flight are tried than hide the transfers, because they let earlier stages run ahead. A stage with
-        long gradient traffic can then have fewer layers, so that it starts late and ends early.
-        """
+        """Return the candidate with the best layers and passes in flight. More passes than hide the transfers let
+        earlier stages run ahead. A stage with long gradient traffic can then have fewer layers, so that it starts late
+        and ends early."""
         best = candidate = self._refine_layers(candidate)
         if not may_front_load(candidate.layout):
             return candidate

@@ -36,11 +36,8 @@ class Estimate:
     max_chunks: Any
 
     def seconds(self, chunks: Any) -> Any:
-        """Return the step time in seconds with `chunks` virtual stages.
-
-        It is the sum of three times: all micro-batches through the slowest stage or edge; filling and draining the
-        pipeline; data-parallel traffic that is not hidden while the pipeline fills or drains.
-        """
+        """Return the step time in seconds with `chunks` virtual stages: all micro-batches through the slowest stage or
+        edge; filling and draining the pipeline; data-parallel traffic that is not hidden meanwhile."""
         maximum = np.maximum if isinstance(self.tau, np.ndarray) else max  # on numbers, max is ten times faster
         fill = (self.stages - 1) * self.tau / chunks
         compute_bound = self.micro_batches * (self.tau + self.head) + self.round_trip * chunks
@@ -66,12 +63,9 @@ class Estimate:
 
 
 class Limit:
-    """The limit by which placements are pruned.
-
-    Up to FEW_PLACEMENTS placements, all are kept. Beyond that, a placement is kept if its estimate is at most `margin`
-    times the least estimate so far. A placement on one pool, two pools or all pools is compared with placements on the
-    same pools; any other placement is compared with all placements.
-    """
+    """The limit by which placements are pruned if there are more than FEW_PLACEMENTS. A placement is kept if its
+    estimate is at most `margin` times the least estimate so far. A placement on one pool, two pools or all pools is
+    compared with placements on the same pools; any other placement is compared with all placements."""
 
     def __init__(self, pool_count: int, margin: float) -> None:
         self.pool_count, self.margin, self.count = pool_count, margin, 0

@@ -27,11 +27,8 @@ PROGRESS_INTERVAL_S = 2.0
 
 
 class Clock:
-    """The time limit and the progress log of a search.
-
-    `seconds`: the time limit; None: no limit. `report`: a function that gets a line of progress, at most every
-    PROGRESS_INTERVAL_S seconds and never the same line twice in a row.
-    """
+    """The time limit in `seconds` (None: no limit) and the progress log of a search. `report`: a function that gets a
+    line of progress, at most every PROGRESS_INTERVAL_S seconds and never the same line twice in a row."""
 
     def __init__(self, seconds: float | None = None, report: Callable[[str], None] | None = None) -> None:
         if seconds is not None and not seconds > 0:
@@ -53,11 +50,9 @@ class Clock:
 def explore(
     evaluator: Evaluator, space: Space, placements: list[Placement], clock: Clock
 ) -> tuple[list[Candidate], float]:
-    """Return (the simulated candidates of `space` from best to worst, a lower bound for everything not tried).
-
-    The bound is that of a step in seconds; it is infinite if everything was tried. `placements`: the placements of the
-    space with the shortest estimates, sorted. If the space has few placements, lower bounds replace the estimates.
-    """
+    """Return (the simulated candidates of `space` from best to worst, a lower bound in seconds for everything not
+    tried; infinite if everything was tried). `placements`: the placements of the space with the shortest estimates,
+    sorted. If the space has few placements, lower bounds replace the estimates."""
     margin, simulated, placements = MARGIN, list[Candidate](), [*placements]
     waiting: list[Candidate] = []  # further candidates of the placements that are always tried
     # The best placements on each single pool, each pair of pools and all pools are always simulated.

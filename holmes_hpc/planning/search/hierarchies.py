@@ -44,11 +44,9 @@ def hierarchies(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 def _slowest_pipeline(
     costs: PoolCosts, pp: Any, chunks: Any, dp: int, layer_s: float, transfer: float = 0.0, exposed: float = 0.0
 ) -> Estimate:
-    """Estimate the step of the slowest pipeline.
-
-    `pp`: the number of stages, or an array of numbers. `chunks`: the most virtual stages for each `pp`. In seconds,
-    `layer_s`: one layer for one micro-batch; `transfer`: one stage transfer; `exposed`: traffic that nothing hides.
-    """
+    """Estimate the step of the slowest pipeline. `pp`: the number of stages, or an array of numbers. `chunks`: the most
+    virtual stages for each `pp`. In seconds, `layer_s`: one layer for one micro-batch; `transfer`: one stage transfer;
+    `exposed`: traffic that nothing hides."""
     maximum = np.maximum if isinstance(pp, np.ndarray) else max
     tau = -(-costs.layers // pp) * layer_s
     head = maximum(costs.head_s / pp, (pp > 1) * (costs.head_s + layer_s - tau))  # the last stage has a layer, too
@@ -82,12 +80,9 @@ def _is_too_slow(
 def _splits(
     costs: PoolCosts, dp: int, pp: int, limit: Limit, maxima: Sequence[int], units: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools that `limit` may admit.
-
-    A choice is two or more pools, or one pool whose nodes each hold whole pipelines of several stages. (The module
-    `pipelines` places those that span nodes.) `maxima`: the most pipelines in each pool. `units`: the fewest pipelines
-    that fill whole nodes of each pool.
-    """
+    """Yield (pipelines of each pool, DP of an optimizer instance) for each choice of pools that `limit` may admit: two
+    or more pools, or one whose nodes each hold whole pipelines of several stages. `maxima`: the most pipelines in each
+    pool. `units`: the fewest pipelines that fill whole nodes of each pool."""
     may_be_single = pp > 1 and (costs.options.strategy == "auto" or len(costs.available) == 1)
     single_pools = np.flatnonzero(may_be_single & (costs.gpus_per_node % (pp * costs.tp) == 0)).tolist()
     if costs.is_fixed:

@@ -23,11 +23,8 @@ MANY_STAGES = 10  # above this number, layers move only from the busiest stages
 
 
 def chunk_layers(counts: Sequence[int] | np.ndarray, chunks: int) -> np.ndarray:
-    """Split each stage's layers into chunks that differ by one at most; the larger chunks come last.
-
-    In the last stage the larger chunks come first, because its last chunk also holds the head. `counts`: layers per
-    stage, (S,).
-    """
+    """Split each stage's layers, `counts` (S,), into chunks that differ by one at most. The larger chunks come last,
+    but in the last stage they come first, because its last chunk also holds the head."""
     counts = np.asarray(counts)
     base, remainder = counts[:, None] // chunks, counts[:, None] % chunks
     is_larger = np.arange(chunks) >= chunks - remainder
@@ -46,10 +43,8 @@ def uniform_layers(layout: Layout) -> np.ndarray:
 
 def proportional_layers(layout: Layout) -> np.ndarray:
     """Return layers by the Holmes paper's self-adapting partition: stage i gets floor(N * S_i / sum of S) of N layers.
-
-    The last stage gets the remaining layers, which may be too few. S_i is the speed of stage i: one over its busy time.
-    That is the predicted time of its compute and data-parallel traffic in a step with uniform layers.
-    """
+    The last stage gets the remaining layers, which may be too few. S_i is one over the predicted time of the compute
+    and data-parallel traffic of stage i in a step with uniform layers."""
     layers, chunks = layout.model.layers, layout.parallel.virtual_stages
     times = timing(layout, uniform_layers(layout))
     d = times.replicas[0]
@@ -66,14 +61,11 @@ def proportional_layers(layout: Layout) -> np.ndarray:
 def _front_loaded(
     busy_s: np.ndarray, delay_s: np.ndarray, transfers_s: Sequence[float], max_s: float, least: Sequence[int]
 ) -> np.ndarray:
-    """Return layers for stages that run far ahead of later stages. A stage that starts later has fewer layers.
-
-    For a given step time, each stage in turn gets as many layers as it can compute between the arrival of its first
-    micro-batch and the time when its last gradients must leave. The shortest step time that assigns all layers is used.
+    """Return layers for stages that run far ahead of later stages: those of the shortest step in which each stage can
+    compute its layers between the arrival of its first micro-batch and the time when its last gradients must leave.
     `busy_s`: seconds of a step in which each stage is busy with 1, 2, … layers; `delay_s`: seconds by which it then
     delays later stages, (layers, S) each. `transfers_s`: of the transfers to each stage and back. `max_s`: a step time
-    that suffices. `least`: the fewest layers of each stage.
-    """
+    that suffices. `least`: the fewest layers of each stage."""
     stages = list(zip(busy_s.T.tolist(), delay_s.T.tolist(), transfers_s, least, strict=True))
 
     def assign(limit_s: float) -> list[int]:
@@ -119,11 +111,8 @@ class LayerSplitter:
 
     def balanced(self) -> tuple[np.ndarray, bool]:
         """Return (layers that minimize the busy time of the busiest stage; whether a stage has as many layers as fit).
-
-        A stage is busy with compute and gradient traffic. Each layer in turn goes to the stage with the shortest busy
-        time after the addition. The code obtains the same result by sorting the busy times of all stages with one,
-        two, … further layers.
-        """
+        Sorting gives the same result as adding each layer in turn to the stage with the shortest busy time after the
+        addition."""
         counts = self.least.copy()
         with_one, with_two = _busy_s(self._times, self.micro_batches)
         per_layer = (with_two - with_one) / self.chunks
@@ -255,10 +244,7 @@ def deepen(layout: Layout, extra: list[int]) -> Layout:
 
 def extra_depth(layout: Layout, layers: np.ndarray) -> list[int]:
     """Return the values of `extra` for :func:`deepen` that hide the transfers of each stage to the next stage and back.
-
-    With virtual stages the values are zero: the wrap-around edge makes every stage wait for the last stage, so a stage
-    that runs further ahead would only wait longer.
-    """
+    With virtual stages they are zero, because the wrap-around edge makes every stage wait for the last stage."""
     p = layout.parallel
     extra = np.zeros(p.pp, dtype=int)
     for replica, d in enumerate(timing(layout, layers).replicas if p.virtual_stages == 1 else ()):
@@ -279,11 +265,8 @@ def round_trips_s(layout: Layout) -> list[float]:
 
 @memoised("bucket_bytes")
 def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
-    """Return (busy seconds of each stage in a step, seconds by which each stage delays the next), (layers, S) each.
-
-    Row n - 1 is for n layers in the stage. The busy time is the compute time of the replica with most micro-batches
-    plus exposed gradient and parameter traffic.
-    """
+    """Return (busy seconds of each stage in a step, seconds by which each stage delays the next), (layers, S) each. Row
+    n - 1 is for n layers in the stage, on its replica with most micro-batches."""
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
     shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
     forward, backward, ready, tail = (part[:, :, 0] for part in (d.forward, d.backward, d.ready, d.tail))

@@ -43,10 +43,8 @@ _FREE_VALUES |= {"strategy": ("auto", "hierarchical-dp"), "unequal": ("auto", "t
 
 
 def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution | None:
-    """Return the layout with the shortest step on several pools of one fabric.
-
-    Return None if no such layout is possible, or if the options exclude it. The time limit of `clock` applies only
-    after a first layout is found."""
+    """Return the layout with the shortest step on several pools of one fabric; None if no such layout is possible or
+    allowed. The time limit of `clock` applies only after a first layout is found."""
     clock = clock or Clock()
     options = problem.options
     if conflicting_option(options, problem.costs, _FREE_VALUES):
@@ -100,10 +98,8 @@ def _candidates(problem: Problem, pools: Sequence[AvailablePool], limit_s: float
 def _layout(
     problem: Problem, pools: Sequence[AvailablePool], micro_size: int, tp: int, pp: int, recompute: str
 ) -> Layout | None:
-    """Return the layout with the most pipelines of `pp` stages that fill whole nodes in each pool.
-
-    Return None if a pool gets no pipeline, if not all user-fixed nodes are used, or if a pipeline gets no micro-batch.
-    """
+    """Return the layout with the most pipelines of `pp` stages that fill whole nodes in each pool. Return None if a
+    pool or a user-fixed node gets no pipeline, or if a pipeline gets no micro-batch."""
     model, batch, _, _, costs = problem
     components, speeds = list[Component](), list[float]()
     batch = replace(batch, micro_size=micro_size)

@@ -35,11 +35,8 @@ def component(block: Block, first_stage: int) -> Component:
 
 @dataclass(frozen=True)
 class Placement:
-    """Blocks of nodes with one TP, DP and micro-batch size.
-
-    `estimate`: estimated parts of the step time, accurate enough to rank placements. `instances`: the number of
-    optimizer instances into which the data-parallel ranks are divided.
-    """
+    """Blocks of nodes with one TP, DP and micro-batch size. `estimate`: of the step time, accurate enough to rank
+    placements. `instances`: the number of optimizer instances into which the data-parallel ranks are divided."""
 
     strategy: str
     micro_size: int
@@ -85,11 +82,9 @@ def other_orders(placement: Placement) -> Iterator[tuple[Block, ...]]:
 
 
 def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the longest edge, the sum of all edges) between the pools of each placement, (placements,) each.
-
-    The edges are those of the minimum spanning tree (Prim 1957), a lower bound for every order of the pools.
-    `edge_s`: seconds between any two pools, (P, P). `used`: the pools of each placement, (placements, P).
-    """
+    """Return (the longest edge, the sum of all edges) of the minimum spanning tree (Prim 1957) of each placement's
+    pools, (placements,) each. They are lower bounds for every order of the pools. `edge_s`: seconds between any two
+    pools, (P, P). `used`: the pools of each placement, (placements, P)."""
     indices, pool_count = np.arange(len(used)), used.shape[1]
     in_tree = np.zeros_like(used)
     in_tree[indices, used.argmax(axis=1)] = True
@@ -108,10 +103,7 @@ def spanning_tree_edges(edge_s: np.ndarray, used: np.ndarray) -> tuple[np.ndarra
 
 def shortest_order(edge_s: np.ndarray, pools: list[int], is_ring: bool = False) -> list[int]:
     """Return the pools in an order with short edges, in which each pool is followed by the nearest unvisited pool.
-
-    Every pool is tried as the first. If no such order is better than `pools`, return `pools`. `is_ring`: the last pool
-    also has an edge to the first.
-    """
+    Return `pools` if no such order is better. `is_ring`: the last pool also has an edge to the first."""
 
     def edge_lengths(order: list[int]) -> tuple[float, float]:
         edges = [float(edge_s[a, b]) for a, b in pairwise(order)]

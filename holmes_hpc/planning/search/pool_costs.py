@@ -123,10 +123,8 @@ class PoolCosts:
         )
 
     def bound_s(self, dp: int, pools: Sequence[int]) -> float:
-        """Return a lower bound, in seconds, of every step with this DP on these pools.
-
-        The slowest stage has at least one layer, and at least its share of all layers if they are divided perfectly.
-        """
+        """Return a lower bound, in seconds, of every step with this DP on these pools: its slowest stage has at least
+        one layer, and at least its share of all layers."""
         layers_per_s = sum(self._layers_per_s[f] for f in pools) / (self.tp * dp)
         return self.micro_batches / dp * max(min(self.layer_s_list[f] for f in pools), self.layers / layers_per_s)
 
@@ -140,10 +138,8 @@ class PoolCosts:
         )
 
     def max_chunks(self, stages: int, micro_batches: int) -> int:
-        """Return the largest number of virtual stages of a pipeline of `stages` stages, or the user's number if set.
-
-        It is 1 if `micro_batches` is not a multiple of PP, because Megatron-Core assigns micro-batches in groups of PP.
-        """
+        """Return the largest number of virtual stages of a pipeline of `stages` stages, or the user's number if set. It
+        is 1 unless PP divides `micro_batches`, which Megatron-Core assigns in groups of PP."""
         kind = self.options.schedule
         limit = None if kind == "auto" else schedule_kind(kind).chunks[1]
         if self.options.virtual_stages or stages < 2 or micro_batches % stages:

@@ -123,9 +123,7 @@ def searched_site(site: Site, options: PlanOptions) -> Site:
 
 def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
     """Return the problem in which `cp` ranks share each sequence: it becomes `cp` shorter sequences on `cp` replicas.
-
-    With experts or CP above 1, per-stage TP/DP is switched off. Raise PlanError if the user set an option that experts
-    or CP do not support."""
+    Raise PlanError if the user set an option that experts or CP do not support."""
     model, options, sharding = problem.model, problem.options, problem.costs.software.sharding
     sizes = replace(options, cp=cp, cp_comm="a2a" if all_to_all else "ring")
     check_experts_and_cp(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
@@ -146,10 +144,8 @@ def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
 
 
 def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
-    """Return the pairs (CP, whether ranks exchange by all-to-all) to try, in ascending order.
-
-    CP is the user's, or 1 if other options exclude CP, or every divisor of a node's GPUs that can split the sequence.
-    `cp_comm=auto` tries all-to-all only for the user's CP, because attention mostly hides the ring exchange."""
+    """Return the pairs (CP, whether ranks exchange by all-to-all) to try, in ascending order. `cp_comm=auto` tries
+    all-to-all only for the user's CP, because attention mostly hides the ring exchange."""
     batch, options, heads = problem.batch, problem.options, problem.model.kv_heads
     is_a2a, is_excluded = options.cp_comm == "a2a", any(getattr(options, k) == v for _, k, v in _EXCLUDED)
     if options.cp or problem.model.dropout or is_excluded:
@@ -162,11 +158,8 @@ def cp_choices(problem: Problem) -> list[tuple[int, bool]]:
 
 
 def expert_sizes(model: ModelSpec, options: PlanOptions, ranks: int) -> list[tuple[int, int]]:
-    """Return the pairs (EP, ETP) to try in stages of `ranks` ranks, by ascending product: the user's, or all.
-
-    EP divides the number of experts, ETP the width of an expert, and EP x ETP the ranks of a stage. Of equal products,
-    only that with the largest EP is tried: it needs as much memory, and its matrix products are larger. ETP above 1
-    needs all-gathered tokens."""
+    """Return the pairs (EP, ETP) to try in stages of `ranks` ranks, by ascending product: the user's, or all. Of equal
+    products, only that with the largest EP is tried: it needs as much memory, and its matrix products are larger."""
     if not model.experts.count:
         return [(1, 1)]
     etps = divisors(gcd(ranks, model.ffn_width)) if options.ep_comm == "allgather" else [1]

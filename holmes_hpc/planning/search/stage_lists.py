@@ -23,10 +23,8 @@ def pools_of(stages: Stages) -> frozenset[int]:
 
 
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
-    """Yield the stages with the pools in other orders, and with each pool's stages forward or reversed.
-
-    With more than FEW_POOLS pools, only the given order and its reverse are tried, with all pools' stages alike.
-    """
+    """Yield the stages with the pools in other orders, and with each pool's stages forward or reversed; with more than
+    FEW_POOLS pools, only in the given order and its reverse, with all pools' stages alike."""
     parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]  # the stages of each pool
     if len(parts) <= FEW_POOLS:
         orders = [choice for order in permutations(parts) for choice in product(*((p, p[::-1]) for p in order))]

@@ -124,11 +124,8 @@ class _ShapeEstimator:
         }
 
     def _stage(self, pool: int, tp: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Return the costs of a stage with TP `tp` on 1 to N nodes of a pool.
-
-        They are (seconds of a step per layer, (N,); number of layers that fit in memory, (N,); seconds in which a layer
-        computes one micro-batch).
-        """
+        """Return the costs of a stage with TP `tp` on 1 to N nodes of a pool: (seconds of a step per layer, (N,);
+        number of layers that fit in memory, (N,); seconds in which a layer computes one micro-batch)."""
         available, costs = self.available[pool], self.costs_by_tp[tp]
         index, replicas_per_node = costs.available.index(available), available.gpus_per_node // tp
         nodes = np.arange(1, available.nodes + 1)
@@ -229,10 +226,8 @@ class _ShapeEstimator:
         return {f: max(tps, key=len) for f, tps in zip(pools, sets, strict=True)} if all(sets) else {}
 
     def _tp_choices(self, pools: tuple[int, ...]) -> list[TpChoice]:
-        """Return the TPs to search for the stages on each pool.
-
-        On up to two pools, they are all combinations of one TP or all TPs per pool. On more pools, they are each TP on
-        all pools, and all TPs on all pools."""
+        """Return the TPs to search for the stages on each pool: on up to two pools, all combinations; on more pools,
+        each TP on all pools, and all TPs on all pools."""
         all_tps = self._all_tps(pools)
         if len(all_tps) <= 2:
             sets = ([tps for g, tps in self._tables if g == f] for f in all_tps)
@@ -304,13 +299,11 @@ class _ShapeEstimator:
         return bool(is_allowed(self.options, self.model.layers, len(stages), len(pools_of(stages))))
 
     def estimate(self, stages: Stages) -> float:
-        """Return the estimated seconds of the step; infinite if the layers do not fit, or if it exceeds `max_s`.
-
-        For a given step time, each stage in turn gets as many layers as it can compute between the arrival of its first
-        micro-batch and the time at which its last gradients must leave. The estimate is the least step time in which
-        all layers are assigned, or the time of all transfers of one node if that is longer. If a stage has more
-        replicas than a stage above it, it waits until that stage has computed a micro-batch for each of its
-        replicas."""
+        """Return the estimated seconds of the step; infinite if the layers do not fit, or if it exceeds `max_s`. It is
+        the least step time in which each stage can compute its layers between the arrival of its first micro-batch and
+        the time at which its last gradients must leave, or the time of all transfers of one node if that is longer. If
+        a stage has more replicas than a stage above it, it waits until that stage has computed a micro-batch for each
+        of its replicas."""
         m, costs, transfer = self.micro_batches, [], 0.0
         nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its pool, outside)
         for s, (f, nodes, tp) in enumerate(stages):
