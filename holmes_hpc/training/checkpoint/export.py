@@ -38,11 +38,8 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # pad
 
 @dataclass(frozen=True)
 class ExportSummary:
-    """The summary of an export, as `holmes export` prints it.
-
-    `parameters`: the number of parameters, where shared weights count once; `tokenizer`: "file" if the export has a
-    tokenizer file, "bytes" if token ids are bytes, None if the user must add a tokenizer.
-    """
+    """The summary of an export, as `holmes export` prints it. `parameters`: shared weights count once; `tokenizer`:
+    "file" if the export has a tokenizer file, "bytes" if token ids are bytes, None if the user must add a tokenizer."""
 
     path: str
     architecture: str
@@ -61,11 +58,9 @@ class ExportSummary:
 
 @dataclass(frozen=True)
 class ExportSource:
-    """The weights to export and their metadata.
-
-    `config_folder`: a folder that may have Hugging Face's config and tokenizer; `step`: the step after which a run
-    saved the weights; `eod`: the end-of-document token; `tokenizer`: the path of the run's tokenizer.json.
-    """
+    """The weights to export and their metadata. `config_folder`: a folder that may have Hugging Face's config and
+    tokenizer; `step`: after which a run saved them; `eod`: the end-of-document token; `tokenizer`: the path of the
+    run's tokenizer.json."""
 
     state: State
     model: ModelSpec
@@ -96,11 +91,8 @@ def find_source(name: str) -> ExportSource:
 
 
 def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int) -> ExportSource:
-    """Return the weights of a run's `checkpoint` (a directory, saved after `step`), with the plan's model.
-
-    The tokenizer is that of the run's data. If the data has none, it is that of the Hugging Face folder from which the
-    run started. The config of this folder is used too.
-    """
+    """Return the weights of a run's `checkpoint` (a directory, saved after `step`), with the plan's model. The config
+    and, if the run's data have none, the tokenizer are those of the Hugging Face folder from which the run started."""
     spec, data = Plan.read(run.plan_path).model, run.config.get("data", {})
     tokenizer, eod = data.get("tokenizer"), _end_of_document(data, spec)
     if tokenizer and not os.path.isfile(tokenizer):
@@ -117,12 +109,9 @@ def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
 
 
 def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (Hugging Face's name, tensor) of the full model, reading `state` weight by weight.
-
-    Rows that pad the vocabulary are omitted. `state` may have the names of Megatron's own modules, or of Transformer
-    Engine's, where a norm is part of the linear layer that follows. Raise DataError for a missing weight, a wrong
-    shape, and values that are not finite.
-    """
+    """Yield (Hugging Face's name, tensor) of the full model, reading `state` weight by weight, without the rows that
+    pad the vocabulary. `state` may have Transformer Engine's names. Raise DataError for a missing weight, a wrong
+    shape, and values that are not finite."""
     shapes = weight_names.tensor_shapes(spec)
     for weight in weight_names.weights(spec).values():
         megatron_tensor, offset = _read_weight(state, weight, spec), 0
@@ -154,12 +143,8 @@ def _read_weight(state: State, weight: Weight, spec: ModelSpec) -> torch.Tensor:
 
 
 def export(source: ExportSource, out_dir: str | os.PathLike[str], shard_bytes: int = SHARD_BYTES) -> ExportSummary:
-    """Write `source` into `out_dir`, which must be missing or empty. `out_dir` appears complete or not at all.
-
-    It gets config.json, model.safetensors (several files and an index if larger than `shard_bytes`), and the tokenizer
-    as tokenizer.json. The source's config is copied if it describes this model. Parameters keep their type. Only one
-    shard is in memory at a time.
-    """
+    """Write `source` into `out_dir`, which must be missing or empty, and which appears complete or not at all. The
+    source's config is copied if it describes this model. Only one shard of `shard_bytes` is in memory at a time."""
     spec, config_folder = source.model, source.config_folder
     out = Path(out_dir)
     with new_folder(out) as temporary:

@@ -12,11 +12,9 @@ from holmes_hpc.training.data.tokenizer import ByteTokenizer, FileTokenizer, Tok
 
 
 def generate(name: str, prompt: str, *, tokens: int, temperature: float, seed: int) -> str:
-    """Return the text that continues `prompt`: at most `tokens` tokens, fewer if the document ends.
-
-    `name`: see export.find_source. `temperature`: 0 picks the most likely token, above 0 tokens are sampled with
-    `seed`. Raise ConfigError for a prompt that does not fit, DataError if there is no tokenizer.
-    """
+    """Return the text that continues `prompt`: at most `tokens` tokens, fewer if the document ends. `name`: see
+    export.find_source. `temperature`: 0 picks the most likely token. Raise ConfigError for a prompt that does not fit,
+    DataError if there is no tokenizer."""
     hint = "check the terminal's encoding (`locale`)"
     with ConfigError.instead_of(UnicodeEncodeError, where="--prompt", hint=hint, what="not UTF-8 text"):
         prompt.encode("utf-8")

@@ -44,11 +44,8 @@ _FETCH_AGAIN = "fetch the folder again"
 
 
 class Folder(Mapping[str, "torch.Tensor"]):
-    """A complete and consistent Hugging Face folder: Megatron-Core's name -> full weight, in the type of the file.
-
-    Each access reads the file. The constructor reads no weight. It raises DataError if the folder is incomplete or
-    inconsistent.
-    """
+    """A complete and consistent Hugging Face folder: Megatron-Core's name -> full weight, in the type of the file. Each
+    access reads the file; the constructor reads no weight. It raises DataError for any other folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -190,11 +187,8 @@ class Folder(Mapping[str, "torch.Tensor"]):
 
 
 def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -> None:
-    """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`.
-
-    Files are mapped into memory one at a time, so at most one tensor's slice takes memory besides the weights. Raise
-    DataError if the folder is of another model or cannot be read.
-    """
+    """Fill this rank's model `chunks` (GPTModels of `model`, tensor-parallel rank `rank`) from the folder `path`, one
+    tensor's slice at a time. Raise DataError if the folder is of another model or cannot be read."""
     from holmes_hpc.training.model import gpt  # imports Megatron-Core, which this module needs only here
 
     try:
@@ -269,10 +263,8 @@ class ImportSummary:
 
 
 def import_folder(source: Path, out: Path) -> ImportSummary:
-    """Copy the folder `source` to `out`, which must be missing or empty. `out` appears complete or not at all.
-
-    Raise DataError for an inconsistent folder (:class:`Folder`) and for weights that are not finite.
-    """
+    """Copy the folder `source` to `out`, which must be missing or empty, and which appears complete or not at all.
+    Raise DataError for an inconsistent folder (:class:`Folder`) and for weights that are not finite."""
     folder = Folder(source)
     with new_folder(out) as temporary:
         for name in folder:

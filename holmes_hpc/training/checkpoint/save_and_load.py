@@ -55,11 +55,8 @@ _ERRORS = (CheckpointingException, CheckpointException)
 
 
 class Checkpoints:
-    """The checkpoints of one run: save and load its training state.
-
-    `models`: DDP-wrapped model chunks; `group`: of all ranks, for small host tensors. All ranks call every method at
-    the same step.
-    """
+    """The checkpoints of one run. All ranks call every method at the same step. `models`: DDP-wrapped model chunks;
+    `group`: of all ranks, for small host tensors."""
 
     def __init__(self, session: Session, train: TrainConfig, models: Sequence[Any], optimizer: Any, group: Any) -> None:
         self.folder, self.plan, self.attempt = session.run.checkpoints, session.plan, session.attempt
@@ -177,11 +174,9 @@ class Checkpoints:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self, initial: str | None = None) -> int:
-        """Load the run's latest intact checkpoint, or `initial` if the run has none.
-
-        Return its step; 0 if there is nothing to load, or only weights (``hf:DIR``). `initial`: a checkpoint's path, or
-        ``hf:DIR``. Raise DataError for another model's checkpoint, and if all checkpoints of the run are damaged.
-        """
+        """Load the run's latest intact checkpoint, or `initial` (a path, or ``hf:DIR``) if the run has none. Return its
+        step; 0 if there is nothing to load, or only weights. Raise DataError for another model's checkpoint, and if all
+        checkpoints of the run are damaged."""
         folder = folder_of(initial)
         paths = self._find_checkpoints(Path(initial) if initial and folder is None else None)
         first_problem = ""
@@ -251,11 +246,8 @@ class Checkpoints:
         return next((damage for damage in self._run_on_all_ranks(check_files) if damage is not None), None)
 
     def _run_on_all_ranks(self, task: Callable[[], Any]) -> list[Any]:
-        """Run `task` in a thread on each rank. Return the results of all ranks.
-
-        If it fails, all ranks raise the HolmesError of the lowest failed rank. `task` may take longer than the time-out
-        of a collective.
-        """
+        """Run `task`, which may take longer than the time-out of a collective, in a thread on each rank. Return the
+        results of all ranks. If it fails, all ranks raise the HolmesError of the lowest failed rank."""
         with ThreadPoolExecutor(1) as pool:
             future = pool.submit(task)
             while self._any_rank(not future.done()):

@@ -41,10 +41,8 @@ class _TensorLoader(DefaultLoadPlanner):
 
 
 class SavedWeights(Mapping[str, torch.Tensor]):
-    """The weights of the checkpoint in `directory`: Megatron-Core's name -> full tensor, layers counted from 0.
-
-    Each access reads the file. Raise DataError for a directory that is no checkpoint or is damaged.
-    """
+    """The weights of the checkpoint in `directory`: Megatron-Core's name -> full tensor, layers counted from 0. Each
+    access reads the file. Raise DataError for a directory that is no checkpoint or is damaged."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = os.fspath(directory)

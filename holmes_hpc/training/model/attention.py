@@ -88,11 +88,8 @@ def refuse_unsupported(document_end: int | None, cuda: bool, config: Transformer
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, masked: bool) -> None:
-    """Raise PlanError if the plan assumes fused attention and neither Transformer Engine nor torch supports it.
-
-    Unfused attention would need more memory than planned. The check depends on the model and this GPU, and is skipped
-    on a CPU. `masked`: documents are kept apart by a mask.
-    """
+    """Raise PlanError if the plan assumes fused attention and neither Transformer Engine nor torch supports it on this
+    GPU. Unfused attention would need more memory than planned. `masked`: documents are kept apart by a mask."""
     gpu = plan.site.pool(plan.places[rank].pool).gpu
     is_planned = not gpu.is_cpu and (gpu.attention or "flash") in FUSED_ATTENTION
     if device.type != "cuda" or not is_planned:

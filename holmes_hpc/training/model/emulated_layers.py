@@ -135,11 +135,8 @@ def _synchronize(tensor: torch.Tensor) -> None:
 
 
 def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank: int, pools: Collection[str]) -> float:
-    """Return the time factor of a rank's layers: that of its node, else of its pool, else 1.
-
-    `places`: (pool, node) of every rank; `pools`: the names of the site's pools. Raise ConfigError if a name in
-    `factors` is neither a pool nor a node of the run.
-    """
+    """Return the time factor of a rank's layers: that of its node, else of its pool, else 1. `places`: (pool, node) of
+    every rank. Raise ConfigError if a name in `factors` is neither a pool nor a node of the run."""
     nodes = {node for _, node in places}
     rank_factor = 1.0
     for name in sorted(factors, key=lambda name: name not in pools):
@@ -157,12 +154,9 @@ def emulate(
     timers: Callable[[str], Any],
     weights: WeightGradients | None = None,
 ) -> None:
-    """Make every layer of a rank's model chunks take `layer_ms` forward; `layer_ms` must be above 0.
-
-    A layer is a module that takes hidden states, and returns hidden states or a tuple that starts with them. `timers`:
-    returns the timer of a name, which Megatron-Core starts and stops at each pass. `weights`: the weight gradients, if
-    weight passes compute them.
-    """
+    """Make every layer of a rank's model chunks take `layer_ms` forward; `layer_ms` must be above 0. `timers`: returns
+    the timer of a name, which Megatron-Core starts and stops at each pass. `weights`: the weight gradients, if weight
+    passes compute them."""
     clock, weight_s = Clock(), 0.0
     experts.time_exchanges(clock.exchange)
     if weights is not None:

@@ -59,9 +59,7 @@ def transformer_config(
     plan: Plan, dtype: torch.dtype, *, cuda: bool, fp8: str | None = None, timers: Any = None, stage: int = 0
 ) -> TransformerConfig:
     """Return Megatron-Core's configuration for a rank of `stage`. Options that compile kernels are on for CUDA only.
-
-    `fp8`: a recipe of Transformer Engine, which must be available.
-    """
+    `fp8`: a recipe of Transformer Engine, which must be available."""
     m, p, tp = plan.model, plan.parallel, plan.parallel.tp_of(stage)
     te = cuda and has_transformer_engine()
     optional = {**({"fp8": "hybrid", "fp8_recipe": fp8} if fp8 else {}), **_RECOMPUTE[plan.recompute]}
@@ -116,10 +114,8 @@ def transformer_config(
 
 
 class Norm:
-    """PyTorch's LayerNorm or RMSNorm with support for sequence parallelism, which Megatron-Core's wrapper refuses.
-
-    An attribute of each parameter makes Megatron-Core sum its gradient over the tensor-parallel ranks.
-    """
+    """PyTorch's LayerNorm or RMSNorm with support for sequence parallelism, which Megatron-Core's wrapper refuses. An
+    attribute makes Megatron-Core sum a parameter's gradient over the tensor-parallel ranks."""
 
     def __new__(cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> Any:
         kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
@@ -261,11 +257,9 @@ def global_name(name: str, model: torch.nn.Module, tied: bool = False) -> str:
 
 
 def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
-    """Set every parameter to its initial value, which depends only on the seed and its name in the full model.
-
-    It is the same on every device and in every layout (initial_weights.py). Weights are normal with standard deviation
-    0.02, or 0.02/sqrt(2*layers) if added to the residual stream (Radford et al. 2019). Norms are 1, biases 0.
-    """
+    """Set every parameter to its initial value, which depends only on the seed and its name in the full model. Weights
+    are normal with standard deviation 0.02, or 0.02/sqrt(2*layers) if added to the residual stream (Radford et al.
+    2019). Norms are 1, biases 0."""
     residual_std = INIT_STD / math.sqrt(2 * plan.model.layers)
     for local_name, parameter in model.named_parameters():
         name = global_name(local_name, model, plan.model.tied)
@@ -300,10 +294,8 @@ def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed
 
 
 def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tuple[Any, Callable[[Any], Any]]:
-    """Run the forward pass of one micro-batch, on the model's device, and return its output and loss function.
-
-    This is Megatron-Core's forward_step_func. `masked`: every stage reads the batch, because it needs the mask.
-    """
+    """Run the forward pass of one micro-batch, and return its output and loss function, as Megatron-Core's
+    forward_step_func. `masked`: every stage reads the batch, because it needs the mask."""
     model = unwrap(chunk)
     batch = next(batches) if model.pre_process or model.post_process or masked else {}
     labels = batch.get("labels") if model.post_process else None

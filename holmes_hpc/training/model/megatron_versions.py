@@ -66,10 +66,7 @@ def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, An
 
 def load(state: dict[str, Any], path: Path, equal_shapes: bool, replicas: Any) -> dict[str, Any]:
     """Load a checkpoint of any supported version. `equal_shapes`: see :func:`save`; `replicas`: the group of ranks that
-    share the reading and exchange what they have read, None if each reads its own part.
-
-    Later versions of Megatron-Core can read the checkpoints of earlier ones.
-    """
+    share the reading and exchange what they have read, None if each reads its own part."""
     options: dict[str, Any] = {"validate_access_integrity": equal_shapes}
     if _takes(dist_checkpointing.load, "common_strategy") and not (path / "common.pt").exists():
         options["common_strategy"] = _common_state_reader()

@@ -21,11 +21,8 @@ _BLOCK = 1 << 22  # elements at a time, which bounds the memory
 
 
 def replica_checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Return a 64-bit checksum of the elements' bits and order, as a scalar on the parameter's device.
-
-    `offset`: the index of the first element in the full parameter, if `parameter` is a part of one. The checksums of
-    all parts add up to the checksum of the full parameter.
-    """
+    """Return a 64-bit checksum of the elements' bits and order, as a scalar on the parameter's device. `offset`: the
+    index of the first element in the full parameter, whose checksum is the sum of those of its parts."""
     bits = parameter.detach().contiguous().view(-1).view(_BITS[parameter.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=parameter.device)
     for first in range(0, bits.numel(), _BLOCK):
@@ -37,11 +34,8 @@ def replica_checksum(parameter: torch.Tensor, offset: int = 0) -> torch.Tensor:
 
 def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | None = None) -> None:
     """Compare this rank's weights with their replicas on other ranks. If a weight differs, raise RunFailed on all ranks
-    that have a replica. The error names the parameter and the ranks.
-
-    `chunks`: this rank's GPTModels; `tied`: the first and the last stage share the embedding; `tied_group`: with
-    per-stage TP/DP, the group of all ranks of these two stages.
-    """
+    that have a replica. `chunks`: this rank's GPTModels; `tied`: the first and the last stage share the embedding;
+    `tied_group`: with per-stage TP/DP, the group of all ranks of these two stages."""
     all_parameters = {gpt.global_name(name, chunk): p for chunk in chunks for name, p in chunk.named_parameters()}
     parameters = {name: p for name, p in all_parameters.items() if not experts.is_expert(p)}
     if len(parameters) < len(all_parameters):
@@ -81,10 +75,8 @@ def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.Proces
 
 
 def replica_differences(checksums_by_rank: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each parameter whose checksums differ between ranks. It names the ranks outside the majority.
-
-    `checksums_by_rank`: for each rank, the checksums of the parameters `names`.
-    """
+    """Yield a message for each of the parameters `names` whose checksums differ between ranks. It names the ranks
+    outside the majority."""
     for column, name in enumerate(names):
         counts = Counter(row[column] for row in checksums_by_rank.values())
         if len(counts) > 1:
