@@ -189,11 +189,9 @@ class Costs:
         if measured is not None and measured.optimizer_s is not None:
             return parameters * measured.optimizer_s
         moved_bytes = parameters * (self.gradient_size + 6 * 4 + self.weight_bytes(gpu))
-        return (
-            self._cpu(gpu).memory_s(moved_bytes)
-            if gpu.is_cpu or self.pace_layer_ms
-            else self._device(gpu).streamed_s(moved_bytes)
-        )
+        if gpu.is_cpu or self.pace_layer_ms:
+            return self._cpu(gpu).memory_s(moved_bytes)
+        return self._device(gpu).streamed_s(moved_bytes)
 
     def pass_overhead_s(self, pool: Pool, chunks: int = 1) -> float:
         """Return the fixed seconds of a pass through one of a stage's `chunks` model chunks.

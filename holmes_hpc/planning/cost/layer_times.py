@@ -105,10 +105,8 @@ class LayerTimes:
         The matrix has `rows` inputs and `columns` outputs. For FP8, inputs and gradients are scaled and cast. Each is
         read once and written twice: as it is, and transposed."""
         t, d = tokens or self.shape.tokens, self.device
-        forward, backward = (
-            d.product_s(t, columns, rows, fp8),
-            d.product_s(t, rows, columns, fp8) + d.product_s(columns, rows, t, fp8),
-        )
+        forward = d.product_s(t, columns, rows, fp8)
+        backward = d.product_s(t, rows, columns, fp8) + d.product_s(columns, rows, t, fp8)
         if not fp8:
             return forward, backward
         return forward + d.moved_s(t * rows * (d.element + 2.0)), backward + d.moved_s(t * columns * (d.element + 2.0))

@@ -159,12 +159,9 @@ class Plan:
         components, first_pools = list[Component](), dict[int, Pool]()
         for c in self.components:
             pool = self.site.pool(c.pool)
-            ends = (
-                (0, p.pp - 1)
-                if p.order == HIERARCHICAL_ORDER
-                else (p.coordinates(first)[0], p.coordinates(first + c.ranks - 1)[0])
-            )
-            stages = tuple(range(ends[0], ends[1] + 1))
+            stages = tuple(range(p.pp))
+            if p.order != HIERARCHICAL_ORDER:
+                stages = tuple(range(p.coordinates(first)[0], p.coordinates(first + c.ranks - 1)[0] + 1))
             for stage in stages:
                 sizes, first_pool = p.stages[stage], first_pools.setdefault(stage, pool)
                 PlanError.refuse("stages", tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"))

@@ -313,10 +313,8 @@ class _ShapeEstimator:
                 return inf
             if s:
                 f_above, nodes_above, tp_above = stages[s - 1]
-                down, up = (
-                    self._transfers_s(f_above, f, tp_above, nodes_above),
-                    self._transfers_s(f, f_above, tp, nodes),
-                )
+                down = self._transfers_s(f_above, f, tp_above, nodes_above)
+                up = self._transfers_s(f, f_above, tp, nodes)
                 shares = (self.available[g].gpus_per_node / t / m for g, t in ((f_above, tp_above), (f, tp)))
                 transfer = sum(seconds * share for seconds, share in zip((down, up), shares, strict=True))
                 nic_s[s - 1][f != f_above] += down / nodes_above

@@ -130,10 +130,8 @@ class Copies:
         received.reserve(int(sizes[1]))
         received.begin()
         assert slot.memory is not None and received.memory is not None
-        sent, into = (
-            slot.memory[copy_slots.HEADER.size : total],
-            received.memory[copy_slots.HEADER.size : int(sizes[1])],
-        )
+        sent = slot.memory[copy_slots.HEADER.size : total]
+        into = received.memory[copy_slots.HEADER.size : int(sizes[1])]
         for first in range(0, max(len(sent), len(into)), CHUNK_BYTES):
             swap(sent[first : first + CHUNK_BYTES], into[first : first + CHUNK_BYTES])
         received.complete(*sizes.tolist())
