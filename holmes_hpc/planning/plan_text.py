@@ -9,16 +9,14 @@ from typing import Any
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import HolmesError, counted, rounded
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.predict import kind_tflops, layer_array, predict, stage_breakdown, step_time_s
+from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of, step_time_s
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.layout_text import layout_texts, optimizer_text, placements
-from holmes_hpc.planning.plan.parallel import Parallel, abbreviated
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
 from holmes_hpc.planning.search.best import PREDICTED, best_plan
 from holmes_hpc.records.metrics import PART_NAMES
-from holmes_hpc.schema import keys
 
 WIDTH = 100
 BELOW_ONE_PERCENT = 0.005  # share of a step; a part with a smaller share would round to 0%
@@ -233,11 +231,13 @@ def _stage_parts(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     """Return one line per stage with its parts of the step. Empty unless the plan has 2 to MAX_STAGES_LISTED stages."""
     if not 1 < plan.parallel.pp <= MAX_STAGES_LISTED:
         return []
-    total, lines = predicted.step_time_s, list[str]()
-    for number, parts in enumerate(stage_breakdown(Layout.of(plan, costs), layer_array(plan), total)):
-        shares = [f"{PART_NAMES[n]} {s / total:.1%}" for n, s in parts.items() if s > ROUNDING_ERROR * total]
-        lines.append(f"  stage {number}: {', '.join(shares)}")
-    return lines
+    total = predicted.step_time_s
+    stages = stage_breakdown_of(plan, costs)
+    shares = [
+        ", ".join(f"{PART_NAMES[n]} {s / total:.1%}" for n, s in stage.items() if s > ROUNDING_ERROR * total)
+        for stage in stages
+    ]
+    return [f"  stage {number}: {text}" for number, text in enumerate(shares)]
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
@@ -337,7 +337,18 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
     if plan.is_per_stage and not p.is_even:  # more nodes would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
-    kept = ("tp", "pp", *(keys(Parallel).keys() & keys(PlanOptions).keys()))
+    kept = (
+        "tp",
+        "pp",
+        "cp",
+        "cp_comm",
+        "ep",
+        "ep_comm",
+        "etp",
+        "virtual_stages",
+        "sequence_parallel",
+        "distributed_optimizer",
+    )
     options = PlanOptions(
         strategy=plan.strategy,
         nodes={c.pool: 2 * c.nodes for c in plan.components},

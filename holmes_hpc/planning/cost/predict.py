@@ -107,6 +107,12 @@ def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     return {gpu: flops / ranks_of[gpu] / seconds / 1e12 for gpu, flops in flops_of.items()}
 
 
+def stage_breakdown_of(plan: Plan, costs: Costs) -> list[dict[str, float]]:
+    """Return :func:`stage_breakdown` of a plan with a prediction."""
+    assert plan.predicted is not None
+    return stage_breakdown(Layout.of(plan, costs), layer_array(plan), plan.predicted.step_time_s)
+
+
 def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[dict[str, float]]:
     """Return the seconds of each part of a step (records.metrics.PARTS), for each stage of the slowest pipeline. They
     add up to `seconds`, the length of the step. If only its first micro-batches are simulated, their compute time is
