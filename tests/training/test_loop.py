@@ -45,7 +45,7 @@ def test_a_step_whose_metrics_are_gathered_is_written_before_the_next(ready: boo
 
 def test_steps_that_connect_or_follow_a_pause_are_not_compared_with_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "metrics_line", MagicMock())
-    trainer = MagicMock(step=1)
+    trainer = MagicMock(step=1, copies=None)
     trainer.session.launch.rank, trainer.checkpoints.has_unfinished_save = 0, False
     for final, figures, is_quiet in (
         ({}, {}, False),
