@@ -12,11 +12,12 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of, step_time_s
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
 from holmes_hpc.planning.layout_text import layout_texts, optimizer_text, placements
-from holmes_hpc.planning.plan.parallel import abbreviated
+from holmes_hpc.planning.plan.parallel import Parallel, abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
 from holmes_hpc.planning.search.best import PREDICTED, best_plan
 from holmes_hpc.records.metrics import PART_NAMES
+from holmes_hpc.schema import keys
 
 WIDTH = 100
 BELOW_ONE_PERCENT = 0.005  # share of a step; a part with a smaller share would round to 0%
@@ -337,18 +338,7 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
     if plan.is_per_stage and not p.is_even:  # more nodes would need another search
         return
     pools = tuple(replace(f, nodes=2 * f.nodes, node_names=()) for f in plan.site.pools)
-    kept = (
-        "tp",
-        "pp",
-        "cp",
-        "cp_comm",
-        "ep",
-        "ep_comm",
-        "etp",
-        "virtual_stages",
-        "sequence_parallel",
-        "distributed_optimizer",
-    )
+    kept = ("tp", "pp", *(keys(Parallel).keys() & keys(PlanOptions).keys()))
     options = PlanOptions(
         strategy=plan.strategy,
         nodes={c.pool: 2 * c.nodes for c in plan.components},
