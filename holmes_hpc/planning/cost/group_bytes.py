@@ -75,6 +75,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
                 per_parameter = factors.all_reduce * costs.gradient_size
             amount = per_parameter * size * (n - 1) / n
         elif group.kind == "inter_dp":
+            senders = first_rank_per_node(group.ranks, place_of)
             amount = factors.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.intra_dp_size
         for rank in group.ranks if peer_bytes else senders if amount else ():
             peers = sum(place_of[peer] != place_of[rank] for peer in group.ranks) if peer_bytes else 0

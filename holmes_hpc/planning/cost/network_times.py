@@ -208,6 +208,7 @@ def _across_instances(layout: Layout, component: Component) -> np.ndarray:
         transport, links, nodes = layout.inter_dp_transport(), layout.ring_links, count
     else:
         nodes = min(count, max(1, p.dp * p.tp // per_node))
+        per_node = min(per_node, layout.intra_dp_size * p.tp)  # groups with ranks on one node
         transport, links, senders = layout.transport_rule.of({component.pool}, nodes == 1), (), 1
     ring = Ring(layout, component, transport, count, nodes, per_node, links, senders)
     factor = costs.collectives(layout.pool(component).gpu).all_reduce

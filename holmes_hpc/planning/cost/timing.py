@@ -262,7 +262,7 @@ def _replica(
         )
     if software.sharding in ("gradients", "full"):
         # FSDP: passes include all traffic but the last layer's reduction, or that of all layers across instances.
-        divisor = np.maximum(1, layers.sum(axis=2, keepdims=True)) if software.instances == 1 else 1
+        divisor = np.maximum(1, layers.sum(axis=2, keepdims=True)) if layout.parallel.optimizer_instances == 1 else 1
         gather, reduce = np.zeros_like(gather), reduce / divisor
     ready, tail = gather, reduce
     if _syncs_after_backward(layout):

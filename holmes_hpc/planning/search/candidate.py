@@ -146,6 +146,7 @@ class Evaluator:
 
     def _layout(self, placement: Placement, ep: int, etp: int) -> Layout:
         o, is_hierarchical = self.options, placement.strategy == "hierarchical-dp"
+        is_sharded = o.distributed_optimizer is not False
         first_stages = accumulate((0 if is_hierarchical else b.stages for b in placement.blocks), initial=0)
         batch = replace(self.batch, micro_size=placement.micro_size)
         divides = batch.sequence_length % placement.tp == 0
@@ -156,8 +157,8 @@ class Evaluator:
             placement.pp,
             placement.dp,
             order=HIERARCHICAL_ORDER if is_hierarchical else PIPELINE_ORDER,
-            optimizer_instances=max(placement.instances, self.costs.software.instances),
-            distributed_optimizer=o.distributed_optimizer is not False,
+            optimizer_instances=max(placement.instances * is_sharded, self.costs.software.instances),
+            distributed_optimizer=is_sharded,
             sequence_parallel=placement.tp > 1 and divides and o.sequence_parallel is not False,
             ep=ep,
             etp=etp,

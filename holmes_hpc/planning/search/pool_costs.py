@@ -38,9 +38,10 @@ class PoolCosts:
         sequence_parallel = tp > 1 and options.sequence_parallel is not False
         recompute = "none" if options.recompute == "auto" else options.recompute
         gpus = [a.pool.gpu for a in available]
-        self.layer_s = np.array(
-            [sum(costs.layer_s(model, micro_batch, tp, a.pool, sequence_parallel, recompute)) for a in available]
-        )
+        # For lower bounds, a rank has as few experts as possible, and each gets as many tokens.
+        ep = options.ep or max(1, model.experts.count)
+        fixed = sequence_parallel, recompute, ep, options.etp or 1
+        self.layer_s = np.array([sum(costs.layer_s(model, micro_batch, tp, a.pool, *fixed)) for a in available])
         self.layer_s_list = [float(s) for s in self.layer_s]  # faster than the array for single numbers
         self.head_s = min(sum(costs.part_s("head", model, micro_batch, tp, a.pool)) for a in available)
         rule = TransportRule(site, "holmes", frozenset(), one_node=False)
@@ -67,9 +68,8 @@ class PoolCosts:
         self.ranks = np.array([a.nodes * a.gpus_per_node for a in available])
         self.is_fixed = any(a.is_fixed for a in available)
         weight_bytes = np.array([costs.weight_bytes(gpu) for gpu in gpus])
-        # For a lower bound, a rank has as few experts as possible.
         etp = options.etp or (int(self.ranks.max()) if options.ep_comm == "allgather" else 1)
-        self.layer_size = layer_parameters(model, tp, (options.ep or max(1, model.experts.count)) * etp)
+        self.layer_size = layer_parameters(model, tp, ep * etp)
         self.layer_bytes = self.layer_size * (weight_bytes + costs.gradient_size)
         self.capacity_bytes = np.array([capacity(gpu, options.max_memory_gib) for gpu in gpus])
         self.taus = np.unique(np.concatenate([s * np.arange(1, model.layers + 1) for s in self.layer_s]))

@@ -10,6 +10,7 @@ import spawn
 from sites import two_clusters
 
 from holmes_hpc.config.model import Batch, Experts, ModelSpec
+from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import CPU
@@ -98,6 +99,17 @@ def test_ranks_that_split_each_expert_hold_and_exchange_as_much_as_with_whole_ex
     amounts = [list(sent_bytes(Layout.of(p, Costs()), layer_array(p))) for p in (whole, split)]
     assert amounts[0] == amounts[1]
     assert predict(whole, Costs()).step_time_s < predict(split, Costs()).step_time_s  # by larger matrix products
+
+
+def test_the_choice_is_as_fast_as_those_with_a_fixed_ep_or_pipeline() -> None:
+    model, batch = named("qwen3_30b_a3b"), Batch(512, 1, 4096)
+
+    def step_s(**options: int) -> float:
+        made = best_plan(model, batch, SITE, PlanOptions(**options), Costs())  # type: ignore[arg-type]
+        assert made.predicted is not None
+        return made.predicted.step_time_s
+
+    assert step_s() <= 1.005 * min(step_s(ep=8), step_s(pp=2), step_s(pp=8))
 
 
 def test_experts_are_split_where_too_few_experts_remain_to_share() -> None:
