@@ -151,7 +151,7 @@ def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, 
 
     passes = [e for e in row if e["kind"] in COMPUTING]
     first, last = min(e["start_s"] for e in passes), max(e["end_s"] for e in passes)
-    gather_s = sum(e["end_s"] - e["start_s"] for e in row if e["kind"] == "param_sync" and e["end_s"] <= first)
+    gather_s = sum(e["end_s"] - e["start_s"] for e in row if e["kind"] == "param_sync" and e["end_s"] <= first + 1e-9)
     sync_s = max([e["end_s"] - last for e in row if e["kind"] == "grad_sync"], default=0.0)
     parts = {
         "compute_s": scale * total(*COMPUTING),
