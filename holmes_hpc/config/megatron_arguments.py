@@ -284,7 +284,11 @@ def _facts(a: _Values, recompute: str) -> Iterator[tuple[str, Any]]:
     yield "deduplicated", a.has("moe-enable-deepep")
     yield "instances", a.number("num-distributed-optimizer-instances", 1)
     if a.has(*_FSDP):
-        yield "sharding", _SHARDING[a.text("data-parallel-sharding-strategy", "optim_grads_params", *_SHARDING)]
+        default = "optim_grads_params" if a.has("use-torch-fsdp2") else "no_shard"
+        if (strategy := a.text("data-parallel-sharding-strategy", default, *_SHARDING)) not in _SHARDING:
+            hint = "add --data-parallel-sharding-strategy optim_grads_params, or leave out --use-megatron-fsdp"
+            raise _error("Megatron-FSDP shards nothing by default", hint)
+        yield "sharding", _SHARDING[strategy]
     if recompute == "full" and a.text("recompute-method", "uniform", "block") == "block":
         yield "recompute_layers", a.number("recompute-num-layers")
     if recompute == "selective":

@@ -1,5 +1,7 @@
 """The layout of a plan as text: nodes, stages, parallel sizes, optimizer; and the differences between two plans."""
 
+from collections.abc import Iterator
+
 from holmes_hpc.errors import counted
 from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import Component, Plan
@@ -28,7 +30,18 @@ def layout_texts(plan: Plan) -> list[str]:
 def optimizer_text(plan: Plan) -> str:
     """Return whether the optimizer is sharded, and the size of gradient buckets, as text."""
     sharding = "sharded over" if plan.parallel.distributed_optimizer else "replicated on"
-    return f"optimizer {sharding} the data-parallel ranks, gradient buckets of {plan.bucket_bytes / 1e6:g} MB"
+    count = plan.parallel.optimizer_instances
+    blocks = f" in {count} blocks" if count > 1 else ""
+    return f"optimizer {sharding} the data-parallel ranks{blocks}, gradient buckets of {plan.bucket_bytes / 1e6:g} MB"
+
+
+def sharing_texts(plan: Plan) -> Iterator[str]:
+    """Yield which ranks share a layer's experts, and which a sequence, as text."""
+    for kind, shared in (("ep", "a layer's experts"), ("cp", "a sequence")):
+        groups = [group.ranks for group in plan.transports() if group.kind == kind]
+        if groups:
+            nodes = max(len({plan.places[rank].node for rank in ranks}) for ranks in groups)
+            yield f"ranks {abbreviated(groups[0])} (and so on) share {shared}, on {counted(nodes, 'node')}"
 
 
 def plan_changes(old: Plan, new: Plan) -> str:

@@ -11,7 +11,7 @@ from holmes_hpc.errors import HolmesError, counted, rounded
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, predict, stage_breakdown_of, step_time_s
 from holmes_hpc.planning.cost.stage_transfer import stage_transfer_cost
-from holmes_hpc.planning.layout_text import layout_texts, optimizer_text, placements
+from holmes_hpc.planning.layout_text import layout_texts, optimizer_text, placements, sharing_texts
 from holmes_hpc.planning.plan.parallel import Parallel, abbreviated
 from holmes_hpc.planning.plan.plan import Plan, Predicted
 from holmes_hpc.planning.schedule.kinds import megatron_kind, schedule_kind
@@ -224,7 +224,7 @@ def _step(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
         f"{_longest_part(predicted)} {_tflops(plan, predicted)}{limit}",
         *_exchange(plan, predicted, costs),
         f"GiB per GPU of each stage: {memory}." + (f" Bytes per step: {traffic}." if traffic else ""),
-        f"Other settings: {optimizer_text(plan)}.",
+        f"Other settings: {'; '.join((*sharing_texts(plan), optimizer_text(plan)))}.",
     ]
 
 

@@ -132,6 +132,8 @@ def test_tp_splits_experts_by_default_as_in_megatron() -> None:
         ("--multi-latent-attention", "not modelled"),
         ("--outer-dp-sharding-strategy optim", "across instances is not modelled"),
         ("--optimizer sgd", "only Adam"),
+        ("--use-megatron-fsdp", "add --data-parallel-sharding-strategy"),
+        ("--moe-layer-recompute", "recomputes only the experts"),
         ("--position-embedding-type alibi", "alibi cannot be predicted; use learned_absolute, rope"),
         ("--recompute-granularity selective --recompute-modules moe_act", "moe_act cannot be predicted"),
         ("--seq-length long", "--seq-length is 'long'; write a whole number"),

@@ -349,5 +349,7 @@ def test_the_advice_knows_exchanges_between_nodes_and_keeps_ep() -> None:
     between, inside = ("\n".join(explain(plan(ep), Costs(), width=300)) for ep in (16, 8))
     assert "is waiting for exchanges of EP over NICs" in between and "exchanges of EP" not in inside
     assert "all RDMA twice as fast" in between
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 (and so on) share a layer's experts, on 1 node" in inside
+    assert "ranks 0, 1, 2, …, 15 (and so on) share a layer's experts, on 2 nodes" in between
     (gain,) = re.findall(r"([+-][\d.]+)% samples/s  twice the nodes", between)
     assert 50 < float(gain) < 105
