@@ -22,7 +22,7 @@ HOLMES = str(Path(sys.executable).with_name("holmes"))
 WARM_UP, STEPS = 5, 35
 OVERRIDES = (
     *("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "model=gpt_tiny"),
-    *("train.pace_layer_ms=40", f"train.steps={STEPS}", "train.checkpoint_interval=0"),
+    *("train.pace_layer_ms=10", f"train.steps={STEPS}", "train.checkpoint_interval=0"),
     *("elastic.enabled=true", "elastic.spares=0"),
 )
 
