@@ -41,9 +41,7 @@ def mean_step_s(path: Path, copy_every: int, model: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument(
-        "--model", default=f"{MODEL} train.pace_layer_ms=20", help="overrides of the model and its pace"
-    )
+    parser.add_argument("--model", default=f"{MODEL} train.pace_layer_ms=20", help="model, batch and pace")
     parser.add_argument("--root", type=Path, default=Path("runs/copy-times"))
     options = parser.parse_args()
     print("inputs:", *OVERRIDES, options.model, f"load {os.getloadavg()[0]:.1f}", flush=True)
