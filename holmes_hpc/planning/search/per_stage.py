@@ -40,6 +40,7 @@ from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 MAX_SHAPES = 400  # the most shapes whose memory is checked
 MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
 MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 3, 1.3  # sets of fabrics, up to this many times as slow as the best
+MANY_GPUS = 1024  # larger sites are searched only once, because a search takes long
 MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined
@@ -104,13 +105,14 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    If good ones use only some fabrics, these are searched again: the number of passes to simulate is limited, so a
-    search on fewer fabrics tries more shapes. The list is empty if no shape that fits in memory promises a step below
-    `max_s` seconds."""
+    If good ones use only some fabrics of a site of up to MANY_GPUS, these are searched again: the number of passes to
+    simulate is limited, so a search on fewer fabrics tries more shapes. The list is empty if no shape that fits in
+    memory promises a step below `max_s` seconds."""
     found, site = _search(problem, clock, max_s, effort), problem.site
     near = (v.layout for v in found if v.seconds < SEARCHED_AGAIN * found[0].seconds)
     fabrics = dict.fromkeys(frozenset(layout.pool(c).fabric_name for c in layout.components) for layout in near)
-    for used in [*fabrics][:MAX_SEARCHED_AGAIN] if not problem.options.nodes else ():
+    is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
+    for used in [*fabrics][:MAX_SEARCHED_AGAIN] if not (problem.options.nodes or is_large) else ():
         pools = [pool for pool in site.pools if pool.fabric_name in used]
         if len(pools) < len(site.pools) and not clock.is_over():
             on_used = problem._replace(site=site.restricted_to(pools))
