@@ -76,6 +76,12 @@ def first_step(ended: spawn.FinishedRun) -> int:
     return min(line["step"] for line in ended.run.metrics() if line["attempt"] == 2)
 
 
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> spawn.FinishedRun:
+    """Return an undisturbed run of PIPELINE."""
+    return spawn.train(tmp_path_factory.mktemp("pipeline"), PIPELINE, {"train": TRAIN})
+
+
 SAME_PLAN = {
     "sharded optimizer": (PIPELINE, {}),
     "unsharded": (spawn.plan(pp=2, dp=2, batch=BATCH, distributed_optimizer=False), {}),
@@ -92,9 +98,12 @@ SAME_PLAN = {
 @pytest.mark.parametrize(
     "name", [n if n == "sharded optimizer" else pytest.param(n, marks=pytest.mark.thorough) for n in SAME_PLAN]
 )
-def test_the_same_plan_continues_bit_by_bit_from_a_copy_without_a_lost_rank(name: str, tmp_path: Path) -> None:
+def test_the_same_plan_continues_bit_by_bit_from_a_copy_without_a_lost_rank(
+    name: str, pipeline: spawn.FinishedRun, tmp_path: Path
+) -> None:
     plan, train = SAME_PLAN[name]
-    whole = spawn.train(tmp_path / "whole", plan, {"train": {**TRAIN, **train}})
+    is_other = plan is not PIPELINE or train
+    whole = spawn.train(tmp_path / "whole", plan, {"train": {**TRAIN, **train}}) if is_other else pipeline
     last = plan.world_size - 1
     interrupted(tmp_path / "run", plan, [last], **train)
     ended = resumed(tmp_path / "run", plan, **train)
@@ -116,9 +125,11 @@ OTHER_PLANS = {
 @pytest.mark.parametrize(
     "name", [n if n == "per-stage DP" else pytest.param(n, marks=pytest.mark.thorough) for n in OTHER_PLANS]
 )
-def test_another_plan_for_the_ranks_left_continues_from_the_copy(name: str, tmp_path: Path) -> None:
+def test_another_plan_for_the_ranks_left_continues_from_the_copy(
+    name: str, pipeline: spawn.FinishedRun, tmp_path: Path
+) -> None:
     plan, smaller = OTHER_PLANS[name]
-    whole = spawn.train(tmp_path / "whole", plan, {"train": TRAIN})
+    whole = pipeline if plan is PIPELINE else spawn.train(tmp_path / "whole", plan, {"train": TRAIN})
     interrupted(tmp_path / "run", plan, [3])
     ended = resumed(tmp_path / "run", smaller, others=range(smaller.world_size, 4))
     assert first_step(ended) >= 5
