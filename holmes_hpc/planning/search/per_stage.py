@@ -4,7 +4,6 @@ The most promising shapes (stage_shapes.py) are simulated. For the best shapes, 
 then change one at a time, as long as the simulated step gets shorter.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby, permutations
@@ -15,6 +14,7 @@ import numpy as np
 
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import fits
@@ -144,10 +144,8 @@ def _search(problem: Problem, clock: Clock, max_s: float, effort: Effort) -> lis
         is_fast = shape.estimate <= MAX_OVERESTIMATE * min((v.seconds for v in simulated), default=max_s)
         return is_fast and shape not in tried and not (is_over(effort.shapes) and len(tried) >= MIN_SHAPES)
 
-    shapes, on_pools = best_shapes(problem, MAX_OVERESTIMATE * max_s), defaultdict[frozenset[int], list[Shape]](list)
-    for shape in shapes:
-        on_pools[pools_of(shape.stages)].append(shape)
-    for same_pools in on_pools.values():
+    shapes = best_shapes(problem, MAX_OVERESTIMATE * max_s)
+    for _, same_pools in grouped((pools_of(shape.stages), shape) for shape in shapes):
         next(filter(simulate, filter(may_win, same_pools[:MAX_UNFIT])), None)  # the first that fits
     for shape in filter(may_win, shapes[:MAX_SHAPES]):
         simulate(shape)
