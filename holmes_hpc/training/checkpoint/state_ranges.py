@@ -56,9 +56,7 @@ def held_ranges(models: Sequence[Any], optimizer: Any, tied: bool, with_moments:
 
 
 def _name(local_name: str, parameter: torch.Tensor, chunk: Any, tied: bool) -> str:
-    state, name = parallel_state, gpt.global_name(local_name, chunk, tied)
-    is_expert = experts.is_expert(parameter)
-    group = state.get_expert_tensor_parallel_group() if is_expert else state.get_tensor_model_parallel_group()
+    name, group = gpt.global_name(local_name, chunk, tied), experts.tensor_parallel_group(parameter)
     is_split = getattr(parameter, "tensor_model_parallel", False) and group.size() > 1
     return f"{name} part {group.rank()} of {group.size()}" if is_split else name
 

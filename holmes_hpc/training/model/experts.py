@@ -194,6 +194,12 @@ def is_expert(parameter: torch.Tensor) -> bool:
     return not getattr(parameter, "allreduce", True)
 
 
+def tensor_parallel_group(parameter: torch.Tensor) -> Any:
+    """Return the group of ranks over which a parameter, of an expert or not, is split."""
+    state = parallel_state
+    return state.get_expert_tensor_parallel_group() if is_expert(parameter) else state.get_tensor_model_parallel_group()
+
+
 def gather_once(optimizers: Sequence[Any]) -> None:
     """Make only the last of several distributed optimizers gather parameters after its update. Each optimizer gathers
     the parameters of all optimizers. So without overlapped gathers, Megatron-Core would gather each parameter twice in

@@ -274,8 +274,7 @@ def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
 
 
 def _draw(parameter: torch.nn.Parameter, name: str, std: float, plan: Plan, seed: int) -> None:
-    is_expert, state = experts.is_expert(parameter), parallel_state
-    group = state.get_expert_tensor_parallel_group() if is_expert else state.get_tensor_model_parallel_group()
+    group = experts.tensor_parallel_group(parameter)
     tp, rank = group.size(), group.rank()
     is_split = getattr(parameter, "tensor_model_parallel", False) and tp > 1
     dimension = getattr(parameter, "partition_dim", 0) if is_split else 0
