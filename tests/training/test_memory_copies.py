@@ -178,7 +178,7 @@ def test_every_needed_element_is_moved_once_from_the_nearest_holder(seed: int) -
     found = moves(key, rows)
     available = {e for h in held for entry in h[key] for e in range(entry.first, entry.last)}
     assert (found is None) == any(set(range(*n)) - available != set() for n in needs)
-    assert newest(rows, after=6) is None and newest(rows, after=5) == (None if found is None else key)
+    assert newest(rows, after=6) is None and newest(rows, after=5) == (None if found is None else (key, found))
     for target, need in enumerate(needs) if found is not None else ():
         parts = [(source, part) for (source, t), some in found.items() if t == target for part in some]
         assert sorted(e for _, part in parts for e in range(part.first, part.last)) == list(range(*need))

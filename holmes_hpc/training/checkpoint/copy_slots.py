@@ -9,7 +9,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import ceil
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from msgspec import json
@@ -169,7 +169,9 @@ def moves(key: Key, rows: Sequence[Row]) -> dict[tuple[int, int], list[Part]] | 
     return dict(found)
 
 
-def newest(rows: Sequence[Any], after: int) -> Key | None:
-    """Return the newest complete copy of a step after `after`; None if there is none."""
-    keys = sorted({key for row in rows for key in row.held}, reverse=True)
-    return next((key for key in keys if key[0] > after and moves(key, rows) is not None), None)
+def newest(rows: Sequence[Row], after: int) -> tuple[Key, dict[tuple[int, int], list[Part]]] | None:
+    """Return the newest complete copy of a step after `after`, and its :func:`moves`; None if there is none."""
+    for key in sorted({key for row in rows for key in row.held if key[0] > after}, reverse=True):
+        if (found := moves(key, rows)) is not None:
+            return key, found
+    return None

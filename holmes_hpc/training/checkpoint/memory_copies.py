@@ -19,6 +19,7 @@ import torch.distributed as dist
 from msgspec import json
 
 from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.training.checkpoint import checkpoint_directory, copy_slots, state_ranges
 from holmes_hpc.training.checkpoint.copy_slots import Entry, Index, Key, Part, Row, Slot
 from holmes_hpc.training.model import gpt
@@ -32,7 +33,7 @@ BYTES_PER_PARAMETER = 12  # the weight and Adam's moments in fp32
 
 class Copies:
     """The copies of one rank. `group`: of all ranks, for small host tensors. All ranks call :meth:`load` and
-    :meth:`start_if_due` at the same step."""
+    :meth:`start` at the same step."""
 
     def __init__(self, session: Session, config: Configuration, models: Sequence[Any], optimizer: Any, group: Any):
         self._session, self._models, self._optimizer, self._group = session, models, optimizer, group
@@ -150,41 +151,41 @@ class Copies:
     def load(self) -> int:
         """Load the newest complete copy if it is newer than the last checkpoint. Return its step; 0 if there is none.
         Print the interval between copies."""
-        folder, found = self._session.run.checkpoints, dict[tuple[Key, Entry], Slot]()
-        for slot in (*self._own, *self._received, *self._others):
-            if (index := slot.index()) is not None:
-                found |= {(index.key, entry): slot for entry in index.entries}
-        held = defaultdict[Key, list[Entry]](list)
-        for found_key, entry in found:
-            held[found_key].append(entry)
+        slots = (*self._own, *self._received, *self._others)
+        indexes = {slot: index for slot in slots if (index := slot.index()) is not None}
+        held = dict(grouped((index.key, entry) for index in indexes.values() for entry in index.entries))
         needs = [(r.name, r.first, r.first + r.tensors[0].numel()) for r in self._held_ranges(with_moments=False)]
+        folder = self._session.run.checkpoints
         saved = [c.step for c in checkpoint_directory.complete_checkpoints(folder)] if self._rank == 0 else []
-        rows: list[Any] = [None] * self._plan.world_size
-        own_row = Row({**held}, needs, self._generators), max(saved, default=0)
-        dist.all_gather_object(rows, own_row, group=self._group)
-        every_row = [row for row, _ in rows]
-        key = copy_slots.newest(every_row, after=rows[0][1])
-        if key is not None:
-            self._load(key, copy_slots.moves(key, every_row) or {}, found)
-        for slots in (self._own, self._received):
-            slots.sort(key=lambda slot: (index := slot.index()) is None or index.key != key)  # the next copy reverses
-        for slot in {slot for slot in (*self._own, *self._received) if (i := slot.index()) is None or i.key != key}:
-            slot.begin()
-        self._every = self._interval(every_row)
-        self._step = key[0] - (self._every or 0) if key is not None else 0
-        if self._rank == 0 and key is not None:
-            checkpoint_directory.remove_unfinished(folder)
-            log_line(f"continues after step {key[0]} from a copy in memory")
-        return key[0] if key is not None else 0
+        answers: list[Any] = [None] * self._plan.world_size
+        answer = Row(held, needs, self._generators), max(saved, default=0)
+        dist.all_gather_object(answers, answer, group=self._group)
+        rows, step = [row for row, _ in answers], 0
+        self._every = self._interval(rows)
+        newest = copy_slots.newest(rows, after=answers[0][1])
+        loaded = {slot for slot, index in indexes.items() if newest is not None and index.key == newest[0]}
+        if newest is not None:
+            key, moves = newest
+            self._load(key, moves, {entry: slot for slot in loaded for entry in indexes[slot].entries})
+            step = key[0]
+            self._step = step - (self._every or 0)  # until the next copy, a lost part exists only once
+            if self._rank == 0:
+                checkpoint_directory.remove_unfinished(folder)
+                log_line(f"continues after step {step} from a copy in memory")
+        for pair in (self._own, self._received):
+            pair.sort(key=lambda slot: slot not in loaded)  # the next copy uses the last
+            for slot in {*pair} - loaded:
+                slot.begin()
+        return step
 
-    def _load(self, key: Key, moves: dict[tuple[int, int], list[Part]], slots: dict[tuple[Key, Entry], Slot]) -> None:
-        """Load a copy. `moves`: as :func:`copy_slots.moves` returns them; `slots`: those of this node."""
+    def _load(self, key: Key, moves: dict[tuple[int, int], list[Part]], slots: dict[Entry, Slot]) -> None:
+        """Load a copy. `moves`: as :func:`copy_slots.moves` returns them; `slots`: the slot of each entry here."""
         state_ranges.prepare(self._optimizer)
         self._ranges = list(self._held_ranges())
         sends, sent = list[Any](), list[torch.Tensor]()
         for (source, target), parts in moves.items():
             if source == self._rank:
-                data = torch.cat([piece for part in parts for piece in _read(slots[key, part.entry], part)])
+                data = torch.cat([piece for part in parts for piece in _read(slots[part.entry], part)])
                 if target == source:
                     self._write(parts, data)
                 else:
