@@ -40,7 +40,7 @@ from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 MAX_SHAPES = 400  # the most shapes whose memory is checked
 MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
 MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 3, 1.3  # sets of fabrics, up to this many times as slow as the best
-MANY_GPUS = 256  # larger sites are searched only once, because a search takes long
+MANY_GPUS = 512  # larger sites are searched only once, because a search takes long
 MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined

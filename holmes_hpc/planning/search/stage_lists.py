@@ -4,6 +4,7 @@ A table holds how many layers the stages on one pool can compute in a given time
 pool's nodes.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby, permutations, product
 
@@ -33,10 +34,17 @@ def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
     yield from (sum(order, ()) for order in orders)
 
 
-def neighbours(stages: Stages) -> Iterator[Stages]:
-    """Yield the stages with one change on a pool: one split, two merged or swapped, or a node moved between two."""
+def neighbours(stages: Stages, single_stages: Iterable[Stage]) -> Iterator[Stages]:
+    """Yield the stages with one change on a pool: one split, two merged or swapped, a node moved between two, added or
+    left out, or half or twice the TP. `single_stages`: the stages that hold all nodes of a pool."""
+    used, all_nodes = Counter[int](), {(f, tp): nodes for f, nodes, tp in single_stages}
+    for f, nodes, _ in stages:
+        used[f] += nodes
     for i, (f, nodes, tp) in enumerate(stages):
         above, below = stages[:i], stages[i + 1 :]
+        changed = [(f, nodes, other_tp) for other_tp in (tp // 2, 2 * tp)]
+        changed += [(f, nodes - 1, tp)] * (nodes > 1) + [(f, nodes + 1, tp)] * (used[f] < all_nodes[f, tp])
+        yield from ((*above, stage, *below) for stage in changed if (f, stage[2]) in all_nodes)
         for first in {1, nodes // 2, nodes - 1} - {0, nodes}:
             yield (*above, (f, first, tp), (f, nodes - first, tp), *below)
         if below and below[0][0] == f:
@@ -44,21 +52,21 @@ def neighbours(stages: Stages) -> Iterator[Stages]:
             yield (*above, below[0], stages[i], *below[1:])
         for j, (target, target_nodes, target_tp) in enumerate(stages if nodes > 1 else ()):
             if target == f and i != j:
-                changed = {i: (f, nodes - 1, tp), j: (target, target_nodes + 1, target_tp)}
-                yield tuple(changed.get(s, stage) for s, stage in enumerate(stages))
+                moved = {i: (f, nodes - 1, tp), j: (target, target_nodes + 1, target_tp)}
+                yield tuple(moved.get(s, stage) for s, stage in enumerate(stages))
 
 
 def other_pools(stages: Stages, single_stages: Iterable[Stage]) -> Iterator[Stages]:
-    """Yield the stages without one of their pools, and with another pool as the first or the last stage.
-
-    `single_stages`: the stages that hold all nodes of a pool."""
+    """Yield the stages without one of their pools, with two neighbouring pools swapped, and with one node or all nodes
+    of another pool anywhere between pools. `single_stages`: the stages that hold all nodes of a pool."""
+    parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]
     used = pools_of(stages)
-    for f in used if len(used) > 1 else ():
-        yield tuple(stage for stage in stages if stage[0] != f)
-    for stage in single_stages:
-        if stage[0] not in used:
-            yield (stage, *stages)
-            yield (*stages, stage)
+    for i in range(len(parts)) if len(parts) > 1 else ():
+        yield sum((*parts[:i], *parts[i + 1 :]), ())
+        yield sum((*parts[:i], *parts[i : i + 2][::-1], *parts[i + 2 :]), ())
+    for f, all_nodes, tp in single_stages:
+        for nodes, i in product({1, all_nodes}, range(len(parts) + 1)) if f not in used else ():
+            yield sum((*parts[:i], ((f, nodes, tp),), *parts[i:]), ())
 
 
 def lists_on(pool: int, available: AvailablePool, tps: Sequence[int]) -> list[Stages]:

@@ -18,6 +18,7 @@ import numpy as np
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.memory import max_layers
+from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import (
     AvailablePool,
@@ -68,7 +69,7 @@ class Shape:
 
     def neighbours(self) -> "list[Shape]":
         """Return the shapes with one change on a pool (see stage_lists), the shortest estimate first."""
-        return self._with_stages(neighbours(self.stages))
+        return self._with_stages(neighbours(self.stages, self.estimator.single_stages()))
 
     def on_other_pools(self) -> "list[Shape]":
         """Return the shapes on one pool fewer or one more, the shortest estimate first. Empty with `plan.nodes`."""
@@ -115,7 +116,7 @@ class _ShapeEstimator:
         self.available, self.max_s = available, max_s
         self.batch, self.recompute = replace(problem.batch, micro_size=micro_size), recompute
         self.micro_batches = self.batch.micro_batches(1)
-        self._transfers_s = cache(self._transfer_s)
+        self._transfers_s, self._max_layers = cache(self._transfer_s), cache(self._max_layers_of)
         problem = problem._replace(options=replace(self.options, recompute=recompute))
         self.costs_by_tp = {
             tp: PoolCosts(problem, micro_size, tp, usable)
@@ -144,13 +145,15 @@ class _ShapeEstimator:
         )
         exposed = np.maximum(0, reduce - (1 - FORWARD) * layer_s) + np.maximum(0, gather - FORWARD * layer_s)
         step_s = -(-self.micro_batches // dp) * layer_s + exposed
-        sequence_parallel = tp > 1 and self.options.sequence_parallel is not False
-        shape, gpu = LayerShape(self.model, self.batch, tp, sequence_parallel, self.recompute), available.pool.gpu
-        limits = [
-            max_layers(shape, self.cost_model, gpu, int(d), np.ones(1), self.options.max_memory_gib)[0] for d in dp
-        ]
-        fit = np.array(limits, dtype=float)
+        fit = np.array([self._max_layers(pool, tp, int(d), 1) for d in dp])
         return np.where(dp <= self.micro_batches, step_s, np.inf), fit, layer_s  # a replica needs a micro-batch
+
+    def _max_layers_of(self, pool: int, tp: int, dp: int, depth: int) -> float:
+        """Return an upper bound of the layers that fit on a stage with `depth` passes in flight."""
+        sequence_parallel = tp > 1 and self.options.sequence_parallel is not False
+        shape = LayerShape(self.model, self.batch, tp, sequence_parallel, self.recompute)
+        gpu, max_gib = self.available[pool].pool.gpu, self.options.max_memory_gib
+        return float(max_layers(shape, self.cost_model, gpu, dp, np.array([depth]), max_gib)[0])
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, int], tuple[np.ndarray, np.ndarray, float]]:
@@ -305,12 +308,15 @@ class _ShapeEstimator:
         a stage has more replicas than a stage above it, it waits until that stage has computed a micro-batch for each
         of its replicas."""
         m, costs, transfer = self.micro_batches, [], 0.0
+        dps = tuple(nodes * (self.available[f].gpus_per_node // tp) for f, nodes, tp in stages)
+        if max(dps) > m:
+            return inf
+        depths = least_in_flight(dps)
         nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its pool, outside)
         for s, (f, nodes, tp) in enumerate(stages):
-            step_s, fit, layer_s = self._stage_costs[f, tp]
-            dp = nodes * (self.available[f].gpus_per_node // tp)
-            if dp > m:
-                return inf
+            step_s, _, layer_s = self._stage_costs[f, tp]
+            dp = dps[s]
+            fit = self._max_layers(f, tp, dp, min(depths[s], -(-m // dp)))
             if s:
                 f_above, nodes_above, tp_above = stages[s - 1]
                 down = self._transfers_s(f_above, f, tp_above, nodes_above)
@@ -320,7 +326,7 @@ class _ShapeEstimator:
                 nic_s[s - 1][f != f_above] += down / nodes_above
                 nic_s[s][f != f_above] += up / nodes
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
-            costs.append((layer_s, float(step_s[nodes - 1]), float(fit[nodes - 1]), dp, transfer, head))
+            costs.append((layer_s, float(step_s[nodes - 1]), fit, dp, transfer, head))
 
         def assign(limit: float) -> tuple[float, float]:
             """Return (layers assigned within `limit` seconds, seconds until a micro-batch reaches the last stage)."""
