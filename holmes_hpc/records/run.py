@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -18,7 +18,7 @@ from holmes_hpc.errors import RecordError
 from holmes_hpc.records.files import append_line, locked, map_leaves, to_json, write_whole
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
-from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file, read_object
+from holmes_hpc.records.untrusted import BLOCK_BYTES, MAX_LINES_BYTES, from_json, open_file, read_file, read_object
 
 # The writers of result.json, the one with the least authority first. Only the batch script sees the exit codes.
 Writer = Literal["follower", "batch"]
@@ -191,6 +191,16 @@ class RunDirectory:
         ):
             return read_file(self.metrics_path, MAX_LINES_BYTES)
         return b""
+
+    def metrics_blocks(self) -> Iterator[bytes]:
+        """Yield the complete lines of metrics.jsonl in blocks of about BLOCK_BYTES."""
+        with (
+            RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file"),
+            contextlib.suppress(FileNotFoundError),
+            open_file(self.metrics_path) as file,
+        ):
+            while lines := file.readlines(BLOCK_BYTES):
+                yield b"".join(lines if lines[-1].endswith(b"\n") else lines[:-1])
 
     # -- exits and results ------------------------------------------------------------------------------------------
 

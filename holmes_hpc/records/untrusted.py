@@ -21,6 +21,7 @@ MAX_VALUES = 500_000  # values in a YAML text; more would take many seconds to p
 MAX_ALIAS_VALUES = 100_000  # values that aliases may add when they are expanded
 MAX_DIGITS = 300
 MAX_LINES_BYTES = 1 << 31  # size of a JSON Lines file: about two million steps
+BLOCK_BYTES = 1 << 24  # of a JSON Lines file, read at a time
 MAX_TEXT_BYTES = 1 << 26  # 64 MiB; the largest tokenizer.json published has 33 MB
 _NUMBER = re.compile(r"[-+]?[0-9][0-9a-fA-FxX_:]*")  # a long number: Python refuses to print over 4300 digits
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)

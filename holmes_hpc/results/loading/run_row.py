@@ -144,9 +144,9 @@ def figures(steps: Steps) -> dict[str, Any]:
         return {"steps": count, "earlier_steps": steps.earlier, "warmup_steps": 0}
     times = median_interval(steps.scalars["step_time_s"][included])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
-    traffic = [v[None] for v in (*steps.tx.values(), *steps.rx.values())]
-    series = np.concatenate([steps.means, steps.breakdown.reshape(len(PARTS) * stages, count), *traffic])[:, included]
-    parts, of_stages, tx, rx = np.split(_medians(series), np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
+    of_parts = *steps.means, *steps.breakdown.reshape(len(PARTS) * stages, count)
+    medians = [_median(row[included]) for row in (*of_parts, *steps.tx.values(), *steps.rx.values())]
+    parts, of_stages, tx, rx = np.split(medians, np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     by_stage = of_stages.reshape(len(PARTS), stages).T
     while len(by_stage) and np.isnan(by_stage[-1]).all():
         by_stage = by_stage[:-1]  # only an earlier plan had this stage
@@ -169,11 +169,10 @@ def _last(values: Floats) -> float:
     return float(numbers[-1]) if len(numbers) else math.nan
 
 
-def _medians(values: Floats) -> Floats:
-    """Return the median of each row of a matrix, ignoring NaN values; NaN for a row that has only NaN values."""
-    ordered, count = np.sort(values, axis=1), (~np.isnan(values)).sum(axis=1, keepdims=True)  # NaN comes last
-    middle_pairs = np.take_along_axis(ordered, np.concatenate([(count - 1) // 2, count // 2], axis=1), axis=1)
-    return np.asarray(middle_pairs.mean(axis=1))
+def _median(values: Floats) -> float:
+    """Return the median of the values that are not NaN; NaN if there is none."""
+    numbers = values[~np.isnan(values)]
+    return float(np.median(numbers)) if len(numbers) else math.nan
 
 
 def _read_hydra_overrides(directory: Path) -> list[str]:

@@ -3,7 +3,7 @@
 pyarrow reads metrics.jsonl. If a line is broken or unusual, the slower reader in `records` reads the file instead."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -61,8 +61,9 @@ class Steps:
     @cached_property
     def means(self) -> Floats:
         """The mean of `breakdown` over stages, ignoring NaN values, as an array [parts, steps]."""
+        known = ~np.isnan(self.breakdown)
         with np.errstate(invalid="ignore"):
-            return np.asarray(np.nansum(self.breakdown, axis=1) / (~np.isnan(self.breakdown)).sum(axis=1))
+            return np.asarray(self.breakdown.sum(axis=1, where=known) / known.sum(axis=1))
 
     @property
     def warmup(self) -> int:
@@ -90,31 +91,25 @@ def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
 
     Broken lines are left out and counted. Missing values become NaN. If several attempts ran a step, the result has the
     step of the last attempt."""
-    data = run.metrics_bytes()
-    data = data[: data.rfind(b"\n") + 1]
     try:
-        if any(len(line) > MAX_LEVELS and too_deep(line) for line in data.split(b"\n")):
-            raise _UnusualLines  # deep nesting crashes pyarrow
-        return _steps(data, first_attempt)
+        return _steps(run.metrics_blocks(), first_attempt)
     except (pa.ArrowException, _UnusualLines):  # the slower reader selects the valid lines
         lines = b"".join(to_json(_regular(line)).encode() + b"\n" for line in run.metrics())
-    return _steps(lines, first_attempt, broken=sum(not _readable(line) for line in data.splitlines()))
+    broken = sum(not _readable(line) for block in run.metrics_blocks() for line in block.splitlines())
+    return _steps([lines], first_attempt, broken)
 
 
 class _UnusualLines(Exception):
     """The file has lines that only the slower reader handles: nested deeply, or with repeated or missing steps."""
 
 
-def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
-    """Return the steps in `data`, which holds complete lines of metrics.jsonl. `broken`: see :class:`Steps`.
+def _steps(blocks: Iterable[bytes], first_attempt: int, broken: int = 0) -> Steps:
+    """Return the steps in `blocks` of complete lines of metrics.jsonl. `broken`: see :class:`Steps`.
 
     Raise ArrowException if a line is broken or has a value of the wrong type. Raise _UnusualLines if a step is repeated
     or missing."""
-    lines = LINE.empty_table()
-    if data:
-        options = arrow_json.ReadOptions(use_threads=False, block_size=len(data))
-        parse_options = arrow_json.ParseOptions(explicit_schema=LINE)
-        lines = arrow_json.read_json(pa.BufferReader(data), options, parse_options).combine_chunks()
+    tables = LINE.empty_table(), *(_lines(block) for block in blocks if block)
+    lines = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
     step, attempt = lines["step"].to_numpy(), lines["attempt"].fill_null(1).to_numpy()
     if lines["step"].null_count or (np.diff(step) <= 0).any() or (np.diff(attempt) < 0).any():
         raise _UnusualLines
@@ -124,6 +119,14 @@ def _steps(data: bytes, first_attempt: int, broken: int = 0) -> Steps:
     tx, rx = _nic_bytes(lines).values()
     peak = math.nan if peak is None else peak
     return Steps(step, attempt, scalars, breakdown, tx, rx, peak, earlier, broken, missing)
+
+
+def _lines(block: bytes) -> pa.Table:
+    """Return a block of lines of metrics.jsonl as a table. Raise as :func:`_steps`."""
+    if any(len(line) > MAX_LEVELS and too_deep(line) for line in block.split(b"\n")):
+        raise _UnusualLines  # deep nesting crashes pyarrow
+    options = arrow_json.ReadOptions(use_threads=False, block_size=len(block))
+    return arrow_json.read_json(pa.BufferReader(block), options, arrow_json.ParseOptions(explicit_schema=LINE))
 
 
 def _missing(lines: pa.Table, breakdown: Floats) -> Iterator[str]:
@@ -196,4 +199,4 @@ def _number(value: Any) -> float | None:
     return None if math.isnan(converted) else converted
 
 
-NO_STEPS = _steps(b"", 1)  # the result for a run without steps
+NO_STEPS = _steps([], 1)  # the result for a run without steps
