@@ -124,11 +124,10 @@ class StageTable:
         """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, small stages first."""
         stages, free_units = [], self.units
         for k in range(count, 0, -1):
-            layers = {  # of k stages, by the units of the last one
-                n: self.filled[k - 1][limit_index, free_units - n] + self.stage_layers[limit_index, n - 1]
-                for n in range(1, free_units + 1)
-            }
-            units = min(layers, key=lambda n: (-layers[n], abs(n - free_units / k), n))  # ties: the most even split
+            n = np.arange(1, free_units + 1)  # units of the last stage
+            layers = self.filled[k - 1][limit_index, free_units - n] + self.stage_layers[limit_index, n - 1]
+            best = n[layers == layers.max()]
+            units = int(best[np.argmin(np.abs(best - free_units / k))])  # the most even split
             stages.append((units * self.unit, self.tps[int(self.best_tp[limit_index, units - 1])]))
             free_units -= units
         return sorted(stages)

@@ -321,8 +321,8 @@ class _ShapeEstimator:
                 f_above, nodes_above, tp_above = stages[s - 1]
                 down = self._transfers_s(f_above, f, tp_above, nodes_above)
                 up = self._transfers_s(f, f_above, tp, nodes)
-                shares = (self.available[g].gpus_per_node / t / m for g, t in ((f_above, tp_above), (f, tp)))
-                transfer = sum(seconds * share for seconds, share in zip((down, up), shares, strict=True))
+                above, own = self.available[f_above].gpus_per_node, self.available[f].gpus_per_node
+                transfer = (down * above / tp_above + up * own / tp) / m
                 nic_s[s - 1][f != f_above] += down / nodes_above
                 nic_s[s][f != f_above] += up / nodes
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
