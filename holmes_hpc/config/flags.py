@@ -94,7 +94,7 @@ _GROUP_KEYS = {
     "batch": "global_size micro_size sequence_length",
     "plan": "strategy nodes gpus_per_node tp pp dp cp ep etp virtual_stages layers_per_stage recompute schedule "
     "transport sequence_parallel distributed_optimizer",
-    "train": "steps dtype grad_dtype overlap_grad_reduce overlap_param_gather pace_layer_ms",
+    "train": "steps dtype grad_dtype early_step overlap_grad_reduce overlap_param_gather pace_layer_ms",
 }
 _KEYS = ["site_file", "model", *(f"{g}.{k}" for g, names in _GROUP_KEYS.items() for k in names.split()), "calibration"]
 SWITCH_VALUES = ("yes", "no", "true", "false")  # words that a user may write after a switch, which takes none

@@ -8,6 +8,7 @@ from typing import Annotated
 from holmes_hpc.errors import Case, ConfigError
 from holmes_hpc.schema import Checked, key
 
+EARLY_STEPS = ("off", "stage")
 GRAD_DTYPES = ("fp32", "bf16", "fp16")
 
 
@@ -86,6 +87,13 @@ class TrainConfig(Checked, where="train", dotted=True):
     beta2: Annotated[float, key("Adam's decay of the second moment", ge=0, lt=1)] = 0.95
     eps: Annotated[float, key("Adam's epsilon", gt=0)] = 1.0e-8
     clip_grad: Annotated[float, key("norm to which gradients are clipped; 0: no clipping", ge=0)] = 1.0
+    early_step: Annotated[
+        str | None,
+        key(
+            "stage: stages update weights before the gradient norm is known, and undo it if wrong; null: as planned",
+            one_of=EARLY_STEPS,
+        ),
+    ] = None
     # overlap of data-parallel traffic with compute
     overlap_grad_reduce: Annotated[bool, key("reduce gradients during the backward pass")] = True
     overlap_param_gather: Annotated[bool, key("gather parameters during the forward pass")] = True
@@ -157,6 +165,9 @@ class TrainConfig(Checked, where="train", dotted=True):
         problem = f"train.grad_dtype is {self.grad_dtype}, but train.dtype is {self.dtype}"
         is_wrong_dtype = self.grad_dtype not in (None, "fp32", self.dtype) and self.dtype != "auto"
         yield is_wrong_dtype, problem, "use fp32, or the type of the weights"
+        cannot_undo = self.optimizer == "muon" or self.dtype == "fp16" or self.fp8 == "delayed"
+        problem = "train.early_step is stage, but steps of muon, fp16 and fp8 delayed cannot be undone"
+        yield self.early_step == "stage" and cannot_undo, problem, "remove train.early_step, or use adam and bf16"
         hint = f"use a number from 0 up to lr, which is {self.lr}"
         yield self.min_lr > self.lr, f"train.min_lr is {self.min_lr}", hint
         if self.profile is not None:

@@ -28,10 +28,10 @@ def layout_texts(plan: Plan) -> list[str]:
 
 
 def optimizer_text(plan: Plan) -> str:
-    """Return whether the optimizer is sharded, and the size of gradient buckets, as text."""
+    """Return whether the optimizer is sharded, whether its steps are early, and the size of gradient buckets."""
     sharding = "sharded over" if plan.parallel.distributed_optimizer else "replicated on"
     count = plan.parallel.optimizer_instances
-    blocks = f" in {count} blocks" if count > 1 else ""
+    blocks = (f" in {count} blocks" if count > 1 else "") + (", early steps" if plan.early_step == "stage" else "")
     return f"optimizer {sharding} the data-parallel ranks{blocks}, gradient buckets of {plan.bucket_bytes / 1e6:g} MB"
 
 

@@ -96,6 +96,7 @@ def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapp
         software=software,
         pace_factors=train.pace_factors or (plan.pace_factors if plan else None),
         grad_dtype=train.grad_dtype,
+        early_step=train.early_step,
         dtype=None if train.dtype == "auto" else train.dtype,
     )
 

@@ -48,7 +48,8 @@ class Costs:
 
     A calibration must have the same `pace_layer_ms` and, if both name one, the same `dtype`. `dtype`: type of weights
     and activations; None: that of the calibration, otherwise that of :func:`auto_dtype`. `grad_dtype`: type of
-    gradients in the buffers and on the wire; None: fp32. `software`: the training program's behaviour; a GPU kind may
+    gradients in the buffers and on the wire; None: fp32. `early_step`: "stage" for optimizer steps before the gradient
+    norm is known. `software`: the training program's behaviour; a GPU kind may
     override its attention and norms. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`:
     factors of compute times and link rates, fitted to a site's own runs.
     """
@@ -58,6 +59,7 @@ class Costs:
     pace_factors: Mapping[str, float] | None = field(default=None, hash=False, kw_only=True)  # of the pace, by pool
     dtype: str | None = None
     grad_dtype: str | None = None
+    early_step: str | None = None
     software: Software = CURRENT
     stack: Stack = STACK
     corrections: Corrections = NO_CORRECTIONS
@@ -96,6 +98,10 @@ class Costs:
     def gradient_size(self) -> int:
         """Return the bytes of one gradient element in its buffer."""
         return BYTES[self.grad_dtype or "fp32"]
+
+    @property
+    def has_early_steps(self) -> bool:
+        return self.early_step == "stage"
 
     @property
     def wire_size(self) -> int:

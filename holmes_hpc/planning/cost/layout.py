@@ -112,7 +112,8 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, costs: Costs) -> Layout:
-        costs = replace(costs, grad_dtype=costs.grad_dtype or plan.grad_dtype)
+        grad_dtype, early_step = costs.grad_dtype or plan.grad_dtype, costs.early_step or plan.early_step
+        costs = replace(costs, grad_dtype=grad_dtype, early_step=early_step)
         return cls(
             site=costs.calibration.with_measured_links(plan.site),
             costs=costs,

@@ -160,6 +160,7 @@ def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, 
         "param_sync_s": total("param_sync"),
         "optimizer_s": 0.0,
     }
+    parts["fill_drain_s"] = max(0.0, parts["fill_drain_s"] - max(0.0, sum(parts.values()) - end_s))  # early steps
     return {**parts, "pipeline_wait_s": max(0.0, end_s - sum(parts.values()))}
 
 

@@ -13,11 +13,14 @@ from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
 from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_embedding_s
+from holmes_hpc.planning.schedule import simulation
 from holmes_hpc.planning.schedule.graph import Durations
-from holmes_hpc.planning.schedule.simulation import ACCURATE, RowDurations, least_seconds, row_end_times, step_seconds
 
 # Weight gradients' share of a layer's backward pass: 8.5 of 19.8 ms on A100 (the layers of the 3.6B model).
 WEIGHT_SHARE = 8.5 / 19.8
+
+# A step of an optimizer that also copies what it changes, for early steps: 24 more bytes than the 32 of Adam's.
+UNDOABLE = 1.75
 
 
 def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
@@ -93,8 +96,8 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         tuple(durations for durations, _ in replica_times),
         _shared_nics(layout),
         networks.tied,
-        norm=networks.norm,
-        optimizer=(updated * networks.optimizer).max(axis=1),
+        norm=0.0 if layout.costs.has_early_steps else networks.norm,
+        optimizer=(updated * networks.optimizer).max(axis=1) * (UNDOABLE if layout.costs.has_early_steps else 1),
         gather=np.max([gather for _, gather in replica_times], axis=0),
         overhead=networks.overhead,
     )
@@ -136,7 +139,7 @@ def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
     }
 
 
-def row_durations(layout: Layout, times: Timing, split: int) -> RowDurations:
+def row_durations(layout: Layout, times: Timing, split: int) -> simulation.RowDurations:
     """Return the durations to simulate, for one layer split of a layout with per-stage TP/DP."""
     d = times.replicas[0]
     return replace(
@@ -152,19 +155,23 @@ def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
     """Return the seconds until all gradients of each layer split are reduced, (plans,)."""
     order, tails = layout.order, times.replicas[0].tail[:, :, 0]
     stages = [order.stage_of(row) for row in range(order.rows)]
-    ends = np.array([row_end_times(order, row_durations(layout, times, split)) for split in range(len(tails))])
+    durations = (row_durations(layout, times, split) for split in range(len(tails)))
+    ends = np.array([simulation.row_end_times(order, d) for d in durations])
     return np.asarray((ends + tails[:, stages]).max(axis=1))
 
 
-def step_s(layout: Layout, layers: np.ndarray, passes: int = ACCURATE) -> np.ndarray:
+def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE) -> np.ndarray:
     """Return the seconds of a step for layer splits of shape (plans, S, C).
     A step lasts as long as its slowest pipeline plus the work after it. `passes`: number of passes to simulate before
     the extrapolation."""
     times = timing(layout, layers)
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()
-    replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
-    ends = [step_seconds(order, d, nic, passes) for order, d, nic in replicas]
+    replicas = [*zip(layout.orders, times.replicas, times.one_nic, strict=True)]
+    if layout.costs.has_early_steps:
+        update_s = times.gather + (times.optimizer + times.overhead)[:, None]
+        return simulation.early_step_seconds(replicas, update_s, times.tied, passes)
+    ends = [simulation.step_seconds(order, d, nic, passes) for order, d, nic in replicas]
     return np.max(ends, axis=0) + times.after_reduction_s()
 
 
@@ -178,7 +185,10 @@ def least_s(
         layout = layout.with_settings(schedule_of(s.kind, s.in_flight, most, most))
     times = timing(layout, layers, bucket_bytes)
     replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
-    bounds = [least_seconds(order, d, nic) for order, d, nic in replicas]
+    if layout.costs.has_early_steps and not layout.is_per_stage:  # bound: no stage ever waits
+        bounds = [(order.micro_batches * d.compute().sum(axis=2)).max(axis=1) for order, d, _ in replicas]
+    else:
+        bounds = [simulation.least_seconds(order, d, nic) for order, d, nic in replicas]
     bound = np.max(bounds, axis=0) + times.after_reduction_s()
     unhidden_s = np.max([d.ready.sum(axis=(1, 2)) + d.tail.max(axis=(1, 2)) for d in times.replicas], axis=0)
     return bound, bound + unhidden_s

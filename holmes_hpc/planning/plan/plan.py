@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
-from holmes_hpc.config.train import GRAD_DTYPES
+from holmes_hpc.config.train import EARLY_STEPS, GRAD_DTYPES
 from holmes_hpc.errors import Case, PlanError, RunFailed
 from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE
 from holmes_hpc.fabric.site import Pool, Site
@@ -64,6 +64,7 @@ class Plan:
     # Emulated compute applies to the prediction and to the run.
     pace_layer_ms: Annotated[float | None, key("emulated forward time of a layer", unit="ms", gt=0)] = None
     grad_dtype: Annotated[str | None, key("type of gradient sums; null: fp32", one_of=GRAD_DTYPES)] = None
+    early_step: Annotated[str | None, key("optimizer steps before the norm; null: off", one_of=EARLY_STEPS)] = None
     predicted: Predicted | None = None
     assumptions: tuple[str, ...] = ()
     alternatives: tuple[dict[str, Any], ...] = ()

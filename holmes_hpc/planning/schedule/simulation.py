@@ -14,7 +14,7 @@ have completed earlier transfers in that direction. Transfers whose pass starts 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -24,6 +24,7 @@ import numpy as np
 from holmes_hpc.planning.schedule.graph import Durations, graph
 from holmes_hpc.planning.schedule.order import Order
 
+EARLY_STEPS = 4  # steps to simulate if each stage starts a step by itself
 ACCURATE, ROUGH = 6000, 1000  # forward passes of all stages to simulate before the extrapolation
 
 
@@ -42,14 +43,60 @@ def step_seconds(
     simulate before the extrapolation. Its error is at most 0.5% with ACCURATE
     (tests/planning/schedule/test_simulation.py), and a few percent with ROUGH, because a step is not exactly
     periodic."""
-    first, period = rounds(order, passes)
     table = durations.table()
+    return _extrapolated(order, passes, lambda short: graph(short, shared).end_times(table).max(axis=1))
+
+
+def _extrapolated(order: Order, passes: int, end_times: Callable[[Order], np.ndarray]) -> np.ndarray:
+    """Return `end_times` of `order`, extrapolated from orders of fewer micro-batches. See :func:`step_seconds`."""
+    first, period = rounds(order, passes)
     if order.micro_batches <= first + period:
-        return graph(order, shared).end_times(table).max(axis=1)
-    start, end = (
-        graph(replace(order, micro_batches=m), shared).end_times(table).max(axis=1) for m in (first, first + period)
-    )
+        return end_times(order)
+    start, end = (end_times(replace(order, micro_batches=m)) for m in (first, first + period))
     return np.asarray(end + (end - start) * ((order.micro_batches - first - period) / period))
+
+
+def early_step_seconds(
+    replicas: Sequence[tuple[Order, Durations, tuple[bool, ...]]], update_s: np.ndarray, tied_s: float, passes: int
+) -> np.ndarray:
+    """Return the seconds between two steps, (plans,), if a stage starts the next step after its own update.
+
+    `replicas`: the order, durations and `shared` of each kind of pipeline; `update_s`: seconds from a stage's reduced
+    gradients to its new weights, (plans, S); `tied_s`: the reduction of a tied embedding, for which the first and the
+    last stage wait. A few steps are simulated, each from the times at which the stages ended the one before."""
+    late_s = growth = np.zeros_like(update_s)  # late_s: by which each stage can start later than the first
+    for _ in range(EARLY_STEPS):
+        all_ends = (_stage_ends(order, _delayed(d, late_s), shared, passes) for order, d, shared in replicas)
+        ends = np.max([*all_ends], axis=0) + update_s
+        if tied_s:
+            ends[:, [0, -1]] = ends[:, [0, -1]].max(axis=1, keepdims=True) + tied_s
+        next_late_s = np.maximum(0.0, ends - ends[:, :1])
+        growth, late_s = np.maximum(0.0, next_late_s - late_s), next_late_s
+    return np.asarray(ends[:, 0] + growth.max(axis=1))
+
+
+def _stage_ends(order: Order, durations: Durations, shared: tuple[bool, ...], passes: int) -> np.ndarray:
+    """Return the time at which the gradients of each stage are reduced, (plans, S)."""
+    table, size = durations.table(), order.stages * order.chunks
+
+    def ends(short: Order) -> np.ndarray:
+        step_graph, tails = graph(short, shared), 4 * size * short.micro_batches + size
+        is_reduction = (step_graph.node >= tails) & (step_graph.node < tails + 2 * size)  # tail and reduce
+        stages = (step_graph.node[is_reduction] - tails) % size // order.chunks
+        ends = step_graph.end_times(table)[:, is_reduction]
+        return np.stack([ends[:, stages == s].max(axis=1) for s in range(order.stages)], axis=1)
+
+    return _extrapolated(order, passes, ends)
+
+
+def _delayed(d: Durations, late_s: np.ndarray) -> Durations:
+    """Return durations in which each stage starts `late_s` after the first. Its receives are posted only then."""
+    ready, start = d.ready.copy(), d.ready[:, 0, 0]
+    for s in range(1, ready.shape[1]):
+        sent, down = start + d.forward[:, s - 1, 0], d.down[:, s - 1]
+        ready[:, s, 0] += np.maximum(0.0, late_s[:, s] - sent)
+        start = sent + down + ready[:, s, 0]
+    return replace(d, ready=ready)
 
 
 def least_seconds(order: Order, durations: Durations, shared: tuple[bool, ...] = ()) -> np.ndarray:

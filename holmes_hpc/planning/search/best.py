@@ -319,6 +319,7 @@ def to_plan(solution: Solution, site: Site, slower: Sequence[Candidate]) -> Plan
         **{name: getattr(layout, name) for name in PLAN_FIELDS},
         pace_layer_ms=layout.costs.pace_layer_ms,
         grad_dtype=layout.costs.grad_dtype,
+        early_step=layout.costs.early_step,
         predicted=predict_layout(layout, solution.layers),
         assumptions=(*site.assumptions, *assumptions(layout), *solution.notes),
         pace_factors=layout.costs.pace_factors,

@@ -14,8 +14,10 @@ from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.costs import Costs, Software
+from holmes_hpc.planning.cost.experts import optimizer_share
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
-from holmes_hpc.planning.cost.timing import step_s
+from holmes_hpc.planning.cost.memory import memory
+from holmes_hpc.planning.cost.timing import UNDOABLE, least_s, parameters, step_s, timing
 from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kind
 from holmes_hpc.planning.search.layers import chunk_layers
@@ -78,6 +80,17 @@ def test_overlap_is_never_slower_than_none() -> None:
         others_s = seconds(replace(NONE, overlap_tp=True)), seconds(replace(NONE, **FACTS))
         assert max(reduction_s, *others_s) <= none_s * (1 + 1e-9), (seed, layout.parallel)
         assert gather_s <= reduction_s * (1 + 1e-9), (seed, layout.parallel)
+
+
+def test_early_steps_are_never_slower_but_for_their_copies_and_these_need_memory() -> None:
+    for seed in range(100):
+        layout, layers = draw_layout(random.Random(seed))
+        early = replace(layout, costs=replace(layout.costs, early_step="stage"))
+        copies_s = (1 - 1 / UNDOABLE) * timing(early, layers).optimizer[0]
+        assert least_s(early, layers)[0][0] <= step_s(early, layers)[0] * (1 + 1e-9), seed
+        assert step_s(early, layers)[0] <= step_s(layout, layers)[0] * 1.005 + copies_s, seed
+        more = memory(early, layers).optimizer - memory(layout, layers).optimizer
+        assert np.allclose(more, 12 * optimizer_share(layout, layers, parameters(layout, layers).sum(axis=2))), seed
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from holmes_hpc.planning.schedule.graph import Durations, NodeNumbers, graph
 from holmes_hpc.planning.schedule.kinds import SCHEDULES, Exchange, in_flight
 from holmes_hpc.planning.schedule.megatron_programs import program
 from holmes_hpc.planning.schedule.order import Order
-from holmes_hpc.planning.schedule.simulation import least_seconds, rounds, step_seconds
+from holmes_hpc.planning.schedule.simulation import ACCURATE, early_step_seconds, least_seconds, rounds, step_seconds
 
 
 def durations(
@@ -229,6 +229,23 @@ def test_deferred_weight_passes_fill_the_bubble() -> None:
     order = Order("zero_bubble", 3, m, in_flight=(6, 4, 1), deferred=(2, 3, 6))
     assert seconds(eager(3, m, extra=2), d) == pytest.approx(3 * (m + 2))
     assert seconds(order, split) == pytest.approx(3 * m + 2)
+
+
+def test_early_steps_fill_the_rest_of_the_bubble() -> None:
+    """The first stage starts the next step while the others end their weight passes. Without these it ends last."""
+    d, m = durations(3), 12
+    split = replace(d, backward=d.backward / 2, weight=d.backward / 2)
+    order = Order("zero_bubble", 3, m, in_flight=(6, 4, 1), deferred=(2, 3, 6), final=(1, 4, 6))
+
+    def early(order: Order, d: Durations, update: float = 0.0, tied: float = 0.0) -> float:
+        return float(early_step_seconds([(order, d, ())], np.full((1, 3), update), tied, ACCURATE)[0])
+
+    assert early(order, split) == pytest.approx(3 * m)
+    assert early(order, split, update=0.5) == pytest.approx(3 * m + 0.5)
+    assert early(order, split, tied=1) == pytest.approx(seconds(order, split) + 1)
+    assert early(eager(3, m, extra=2), d) == pytest.approx(3 * (m + 2))
+    long = replace(order, micro_batches=3000)
+    assert early(long, split) == pytest.approx(3 * 3000, rel=1e-3)
 
 
 def test_one_nic_for_both_directions_is_slower() -> None:
