@@ -1,6 +1,5 @@
 """The training loop of one rank: build its part of the model, train, validate, save checkpoints and record steps."""
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,11 +13,12 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
-from holmes_hpc.errors import ConfigError, counted
+from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.kinds import megatron_kind
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
-from holmes_hpc.training import warm_up
+from holmes_hpc.training import run_start, warm_up
+from holmes_hpc.training.build_model import build
 from holmes_hpc.training.checkpoint.memory_copies import Copies
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.data.build import build_datasets, describe_data
@@ -29,8 +29,9 @@ from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
-from holmes_hpc.training.model import attention, emulated_layers, experts, gpt, optimizer, replica_check
+from holmes_hpc.training.model import early_step, experts, gpt, optimizer, replica_check
 from holmes_hpc.training.model.context_parallel import part_of
+from holmes_hpc.training.model.early_step import EarlySteps
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
@@ -38,7 +39,7 @@ from holmes_hpc.training.pipeline.point_to_point import Edges
 from holmes_hpc.training.rank.failure import LONG_PHASE, Watchdog
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.rank.signals import AnyRank, ControlAllReduce, Signals
-from holmes_hpc.training.session import Session, describe, publish_groups, run_in_session
+from holmes_hpc.training.session import Session, run_in_session
 
 GATHER_WAIT_S, GATHER_WAIT_SHARE = 0.02, 0.002  # wait for the metrics gather at most 20 ms and 0.2% of the step
 
@@ -68,7 +69,13 @@ class Trainer:
         pace_layer_ms = config.train.pace_layer_ms or session.plan.pace_layer_ms
         factors = config.train.pace_factors or session.plan.pace_factors
         dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
-        self.settings = replace(config.train, pace_layer_ms=pace_layer_ms, pace_factors=factors, dtype=dtype)
+        self.settings = replace(
+            config.train,
+            pace_layer_ms=pace_layer_ms,
+            pace_factors=factors,
+            dtype=dtype,
+            early_step=early_step.choice(config.train, session.plan),
+        )
         train, plan, self.data = self.settings, session.plan, config.data
         self.breakdown = Breakdown(session.cuda)
         torch.manual_seed(train.seed)
@@ -79,7 +86,11 @@ class Trainer:
         self.training, self.validation = build_datasets(config.data, train, plan, config.run_dir)
         self.document_end = document_end(config.data)
         checkpoint = config.checkpoint
-        chunks = self._build_model(pipeline_rank, None if checkpoint else train.seed)
+        watchdog.start_set_up("building the model")
+        built = build(session, train, self.breakdown, self.document_end, None if checkpoint else train.seed)
+        self.model_config, self.weights = built.config, built.weights
+        self.models, self.optimizer, chunks = built.models, built.optimizer, built.chunks
+        self.early_steps = EarlySteps(self.optimizer, self.models, train)
         self.expert_tokens = experts.TokenCounter(chunks)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()
         self.edges = eager_1f1b.communicator(session, self.groups, self.model_config)
@@ -119,37 +130,9 @@ class Trainer:
         self.monitors: Monitors | None = None  # set on rank 0 by :meth:`record_start`
         self._is_step_only = False  # True: no connection set-up, validation or checkpoint since the previous step
         self._logged_at = 0.0
-        self._saved_step = 0
+        self._saved_step = self._rolled_back_step = 0
+        self._losses: list[torch.Tensor] = []  # of the micro-batches of the current step
         self._pause_s = 0.0  # seconds of validation and checkpointing between the last two steps
-
-    def _build_model(self, pipeline_rank: int, seed: int | None) -> list[Any]:
-        """Build the model and the optimizer. Return the model chunks without their DDP wrappers.
-
-        `seed`: the seed of the initial weights, None if a checkpoint's weights will be loaded."""
-        session, plan, train = self.session, self.plan, self.settings
-        self.watchdog.start_set_up("building the model")
-        dtype = gpt.dtype_of(train.dtype, session.cuda)
-        self.model_config = gpt.transformer_config(
-            plan, dtype, cuda=session.cuda, fp8=train.fp8, timers=self.breakdown, stage=pipeline_rank
-        )
-        attention.refuse_unfused(plan, session.launch.rank, session.device, dtype, self.document_end is not None)
-        attention.refuse_unsupported(self.document_end, session.cuda, self.model_config)
-        chunks = gpt.build(plan, self.model_config, seed, session.device)
-        self.weights = eager_1f1b.weight_gradients(plan, chunks, self.breakdown)
-        if train.pace_layer_ms:
-            places = [(p.pool, n.node) for p, n in zip(plan.places, session.node_of_rank, strict=True)]
-            pools = [pool.name for pool in plan.site.pools]
-            factor = emulated_layers.factor(train.pace_factors or {}, places, session.launch.rank, pools)
-            layers = (chunk.decoder.layers for chunk in chunks)
-            emulated_layers.emulate(layers, factor * train.pace_layer_ms, self.breakdown, self.weights)
-        self.models = optimizer.wrap(chunks, self.model_config, plan, train)
-        self.optimizer = optimizer.build(
-            self.models, self.model_config, plan, train, self.breakdown, session.groups.embedding_group
-        )
-        optimizer.time_waits(self.optimizer, self.models, self.breakdown)
-        for owner, function in experts.EXCHANGES if plan.model.experts.count else ():
-            self.breakdown.wrap(owner, function, "expert_s")
-        return chunks
 
     # -- the steps --------------------------------------------------------------------------------------------------
 
@@ -163,21 +146,26 @@ class Trainer:
         while self.step < self.settings.steps:
             self.step += 1
             self.watchdog.start_phase(f"step {self.step}")
-            losses, fields = self._one_step(batches)
+            any_rank = self._run_passes(batches)
+            if self.early_steps.is_pending and not self._confirm_early_step():
+                batches, start = self._roll_back(start), time.perf_counter()
+                continue
+            losses, fields = self._update(any_rank)
             parts = self.breakdown.take()
             step_time_s = (end := time.perf_counter()) - start
             self._record(losses, fields, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
             is_copying = self.copies is not None and self.copies.is_busy
-            any_rank = self.control_flags.exchange(
+            self.control_flags.start(
                 stop=bool(signals.received), writing=self.checkpoints.is_writing(), copying=is_copying
             )
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
             start = self._between_steps(any_rank, end)
             wait_s = min(GATHER_WAIT_S, GATHER_WAIT_SHARE * step_time_s)
-            if self._gathering is not None and self._gathering.ready(wait_s):
+            gathering = None if self.early_steps.is_pending else self._gathering
+            if gathering is not None and gathering.ready(wait_s):
                 self._finish_record()  # if not ready: after the next step, so that no stage waits for a slower stage
         self._finish_record()
         self.control_flags.finish()
@@ -228,23 +216,67 @@ class Trainer:
         self._save(wait=True)
         return {**self.last_metrics, "preempted": True}
 
-    def _one_step(self, batches: list[Iterator[Any]]) -> tuple[list[float], dict[str, Any]]:
-        """Run forward, backward and the optimizer. Return the micro-batches' losses and fields of the metrics line."""
-        rate = learning_rate(self.step, self.settings)
+    def _run_passes(self, batches: list[Iterator[Any]]) -> AnyRank:
+        """Run forward and backward passes, and store the micro-batches' losses. Return the previous step's flags."""
         for chunk in self.models:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.early_steps.start_passes()
         with self.breakdown.part("pipeline_wait_s"):  # excludes compute and the other parts that run inside it
-            stored_losses = self._forward_backward(batches, forward_only=False)
+            self._losses = self._forward_backward(batches, forward_only=False)
+        return self.control_flags.finish()
+
+    def _update(self, any_rank: AnyRank) -> tuple[list[float], dict[str, Any]]:
+        """Run the optimizer. Return the micro-batches' losses and fields of the metrics line."""
+        rate, copies = learning_rate(self.step, self.settings), self.copies
         optimizer.set_options(self.optimizer, self.settings, rate)
+        is_state_used = any_rank.stop or (copies is not None and copies.is_due(self.step, any_rank.copying))
+        is_early = not is_state_used and self.early_steps.may_take(self.step)
         with self.breakdown.part("optimizer_s"):
-            if self.copies is not None:
-                self.copies.wait_until_read()
-            updated, norm = optimizer.step(self.optimizer, self.models, gather=self.step < self.settings.steps)
-        losses = torch.stack(stored_losses).tolist() if stored_losses else []
-        optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
-        optional = {"skipped": not updated, "pause_before_s": self._pause_s}
+            if copies is not None:
+                copies.wait_until_read()
+            take = partial(self.early_steps.take, self.step, self._losses)
+            updated, norm = take() if is_early else optimizer.step(self.optimizer)
+            if self.step < self.settings.steps:
+                optimizer.start_gathers(self.models)
+        losses = torch.stack(self._losses).tolist() if self._losses else []
+        if not is_early:
+            self.early_steps.add_norm(norm)
+            optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
+        optional = {
+            "skipped": not updated,
+            "early_step": is_early,
+            "rolled_back": self.step == self._rolled_back_step,
+            "pause_before_s": self._pause_s,
+        }
         return losses, {"grad_norm": norm, "learning_rate": rate, **{k: v for k, v in optional.items() if v}}
+
+    def _confirm_early_step(self) -> bool:
+        """Wait for the gradient norm of the previous step. Return whether its early optimizer step was right."""
+        with self.breakdown.part("pipeline_wait_s"):
+            norm, is_right = self.early_steps.confirm()
+        assert self._gathering is not None  # the step's line waits for the norm
+        self._gathering.fields["grad_norm"] = norm
+        return is_right
+
+    def _roll_back(self, start: float) -> list[Iterator[Any]]:
+        """Restore the state before the previous step, whose early optimizer step was wrong. Return its batches.
+        `start`: of this step. Metrics count the time of the discarded passes as a pause before the repeated step."""
+        gathering, self._gathering = self._gathering, None
+        assert gathering is not None
+        gathering.finish()
+        self.early_steps.undo()
+        self._rolled_back_step, self.step = self.step - 1, self.step - 2
+        if self.session.launch.rank == 0:
+            norm = f"gradient norm is {gathering.fields['grad_norm']:.3f}"
+            log_line(f"step {self._rolled_back_step} is repeated without an early optimizer step: its {norm}")
+        for counts in (self.session.traffic, self.expert_tokens):
+            counts.take()
+        if self.trace is not None:
+            self.trace.discard()
+        self._pause_s = time.perf_counter() - start + gathering.step_time_s
+        self.breakdown.begin()
+        return self.batches(self.training, self.step)
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
         """Run the schedule of one step. The first TP rank of the last stage returns each micro-batch's mean loss, on
@@ -302,45 +334,12 @@ class Trainer:
     # -- the record -------------------------------------------------------------------------------------------------
 
     def record_start(self) -> None:
-        """Measure the header factor of each network: bytes on the wire per byte of payload. All ranks call this.
-
-        Rank 0 writes hosts, NICs, versions, set-up traffic and header factors to run.yaml, and starts the monitors."""
-        session, plan, traffic = self.session, self.plan, self.session.traffic
+        """Record the start of the run, and start the monitors on rank 0. All ranks call this."""
         self.watchdog.start_set_up("measuring header factors of the networks")
-        publish_groups(session)
-        setup_rows = self._gather_all(traffic.take())
-        factors = nic_bytes.header_factors(
-            plan, session.launch.rank, traffic, partial(session.groups.new, gloo=True), self._gather_all, session.cuda
-        )
-        factor_rows = self._gather_all(traffic.take())
-        if session.launch.rank > 0:
-            return
-        setup_bytes = nic_bytes.sum_by_kind(plan, setup_rows + factor_rows)
-        session.run.update_run(
-            **describe(session),
-            pace_layer_ms=self.settings.pace_layer_ms,
-            traffic={
-                "setup": setup_bytes,
-                "header_factor": round(statistics.fmean(factors.values()), 4) if factors else None,
-                "header_factors": {k: round(v, 4) for k, v in factors.items()},
-            },
-        )
-        self.monitors = Monitors(session, self.settings, factors, self.destinations, self.checkpoints)
-        for kind, factor in factors.items():
-            note = " (RDMA: not measured)" if session.cuda and kind != "ethernet" else ""
-            log_line(f"{kind}: {factor:.3f} bytes on the wire per byte of payload{note}")
-        log_line(describe_data(self.data, self.training, plan, self.settings.steps))
-        log_line(
-            f"plan {plan.id}: {plan.strategy_label}, {plan.parallel}, layers {[s.layers for s in plan.stages]}, "
-            f"{counted(plan.micro_batches, 'micro-batch')}, {plan.schedule.kind}"
-            + (f"; emulated compute: {self.settings.pace_layer_ms} ms a layer" if self.settings.pace_layer_ms else "")
-        )
-
-    def _gather_all(self, values: tuple[float, ...]) -> nic_bytes.Rows:
-        row = torch.tensor(values, dtype=torch.float64)
-        rows = row.new_empty(self.plan.world_size, len(row))
-        torch.distributed.all_gather(list(rows), row, group=self.control)
-        return rows.numpy()
+        data_text = describe_data(self.data, self.training, self.plan, self.settings.steps)
+        factors = run_start.record(self.session, self.settings, self.control, data_text)
+        if self.session.launch.rank == 0:
+            self.monitors = Monitors(self.session, self.settings, factors, self.destinations, self.checkpoints)
 
     def _record(self, losses: list[float], fields: dict[str, Any], step_time_s: float, parts: dict[str, float]) -> None:
         """Write the previous step's metrics if they are pending. Start the gather of this step's metrics to rank 0."""

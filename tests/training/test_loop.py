@@ -33,9 +33,9 @@ def test_the_garbage_collector_is_unfrozen_at_the_end(tmp_path: Path, monkeypatc
 def test_a_step_whose_metrics_are_gathered_is_written_before_the_next(ready: bool, order: str) -> None:
     trainer, events = MagicMock(), list[str]()
     trainer.step, trainer.settings.steps, trainer.trace = 0, 2, None
-    trainer._one_step.return_value = [], {}
+    trainer._update.return_value, trainer.early_steps.is_pending = ([], {}), False
     trainer._gathering.ready.return_value = ready
-    trainer.control_flags.exchange.return_value = AnyRank()
+    trainer._run_passes.return_value = AnyRank()
     trainer._between_steps.side_effect = lambda _, step_end: step_end
     trainer._record.side_effect = lambda *_: events.append("step")
     trainer._finish_record.side_effect = lambda: events.append("line")

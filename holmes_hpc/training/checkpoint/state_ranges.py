@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from holmes_hpc.training.model import experts, gpt, megatron_versions
+from holmes_hpc.training.model.optimizer import use_main_weights
 
 
 class Range(NamedTuple):
@@ -87,11 +88,7 @@ def finish_loading(models: Sequence[Any], optimizer: Any, updates: float) -> Non
         for values in inner.optimizer.state.values():
             if "step" in values:
                 values["step"] = torch.tensor(updates)
-        if hasattr(inner, "_copy_main_params_to_model_params"):
-            inner._copy_main_params_to_model_params()
-    for model in models:
-        if model.ddp_config.use_distributed_optimizer:
-            model.start_param_sync(force_sync=True)
+    use_main_weights(optimizer, models)
 
 
 def prepare(optimizer: Any) -> None:

@@ -154,6 +154,7 @@ class Gathering:
         self, row: torch.Tensor, rank: int, world_size: int, group: Any, step: int, fields: Mapping[str, Any]
     ) -> None:
         self.step, self.fields, self.unix_time_s = step, dict(fields), time.time()
+        self.step_time_s = float(row[_STEP])
         self._row = row  # must live until the gather ends
         self._rows = row.new_empty(world_size, len(row)) if rank == 0 else None
         targets = None if self._rows is None else list(self._rows)

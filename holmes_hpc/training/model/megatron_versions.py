@@ -102,6 +102,12 @@ def distributed(optimizer: Any) -> list[DistributedOptimizer]:
     return [inner for inner in inner_optimizers(optimizer) if isinstance(inner, DistributedOptimizer)]
 
 
+def gradients_of_norm(inner: Any) -> list[torch.Tensor]:
+    """Return the gradients of a single optimizer that count in the global gradient norm."""
+    later_name = "get_grads_for_grad_norm"
+    return list(getattr(inner, later_name)() if hasattr(inner, later_name) else inner.get_main_grads_for_grad_norm())
+
+
 def prepare_for_loading(inner: DistributedOptimizer) -> None:
     """Make a distributed Adam ready to load a checkpoint, even before its first step and even if it is PyTorch's Adam.
 

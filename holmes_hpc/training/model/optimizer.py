@@ -48,7 +48,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
         grad_reduce_in_fp32=grad_dtype == "fp32",
         overlap_grad_reduce=overlap,
         overlap_param_gather=train.overlap_param_gather and p.distributed_optimizer and overlap,
-        align_param_gather=plan.transport_mode != "single",  # else as in plain Megatron-LM: see step()
+        align_param_gather=plan.transport_mode != "single",  # else as in plain Megatron-LM: see start_gathers()
         use_distributed_optimizer=p.distributed_optimizer,
         num_distributed_optimizer_instances=p.optimizer_instances,
         reduce_scatter_with_fp32_accumulation=reduces_by_all_to_all(plan),
@@ -139,19 +139,33 @@ def set_options(optimizer: Any, train: TrainConfig, rate: float) -> None:
         group["betas"], group["eps"] = (train.beta1, train.beta2), train.eps
 
 
-def step(optimizer: Any, models: Sequence[DistributedDataParallel], gather: bool) -> tuple[bool, float | None]:
-    """Update the parameters. Return (whether they changed, the gradient norm).
-
-    `gather`: start all gathers of sharded parameters here, in the order in which the next step needs them. So no gather
-    has to wait until a stage receives its first micro-batch. Without `gather`, and in plain Megatron-LM, each stage's
-    first forward pass starts the gathers. In both cases, forward passes wait for the parameters that they use.
-    """
+def step(optimizer: Any) -> tuple[bool, float | None]:
+    """Update the parameters. Return (whether they changed, the gradient norm)."""
     updated, norm, _ = optimizer.step()
-    for model in models if gather else ():
+    return updated, None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
+
+
+def start_gathers(models: Sequence[DistributedDataParallel]) -> None:
+    """Start all gathers of sharded parameters, in the order in which the next step needs them.
+
+    So no gather has to wait until a stage receives its first micro-batch. Without this call, and in plain Megatron-LM,
+    each stage's first forward pass starts the gathers. In both cases, forward passes wait for the parameters that they
+    use.
+    """
+    for model in models:
         if model.ddp_config.overlap_param_gather and model.ddp_config.align_param_gather:
             for group in reversed(experts.bucket_groups(model)):  # the first bucket contains the last layers
                 group.start_param_sync()
-    return updated, None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
+
+
+def use_main_weights(optimizer: Any, models: Sequence[DistributedDataParallel]) -> None:
+    """Use the optimizer's fp32 weights in the model, after they were changed without an update."""
+    for inner in megatron_versions.inner_optimizers(optimizer):
+        if hasattr(inner, "_copy_main_params_to_model_params"):
+            inner._copy_main_params_to_model_params()
+    for model in models:
+        if model.ddp_config.use_distributed_optimizer:
+            model.start_param_sync(force_sync=True)
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:

@@ -51,27 +51,25 @@ class AnyRank:
 class ControlAllReduce:
     """An all-reduce of flags over all ranks, once per step. It overlaps the next step, so no rank waits for it.
 
-    All ranks read the result at the end of that next step, so they all stop after the same step.
+    All ranks read the result after the passes of that next step, so they all stop after the same step.
     """
 
     def __init__(self, group: Any) -> None:
         self._group = group
         self._pending: tuple[torch.Tensor, Any] | None = None
 
-    def exchange(self, *, stop: bool, writing: bool, copying: bool) -> AnyRank:
-        """Start the all-reduce of this step's flags. Return the combined flags of the previous step."""
-        previous = self.finish()
+    def start(self, *, stop: bool, writing: bool, copying: bool) -> None:
+        """Start the all-reduce of this step's flags."""
         flags = torch.tensor([int(stop), int(writing), int(copying)])
         self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return previous
 
     def wait(self) -> None:
-        """Wait for the all-reduce in progress, if any, and keep its result for the next exchange."""
+        """Wait for the all-reduce in progress, if any, and keep its result for :meth:`finish`."""
         if self._pending is not None:
             self._pending[1].wait()
 
     def finish(self) -> AnyRank:
-        """Return the combined flags of the previous step, without starting another all-reduce."""
+        """Wait for the all-reduce in progress, if any. Return the combined flags of its step."""
         if self._pending is None:
             return AnyRank()
         flags, work = self._pending

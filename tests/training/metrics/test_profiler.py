@@ -65,7 +65,7 @@ def test_waiting_for_the_flags_of_a_step_keeps_them(monkeypatch) -> None:
     work = MagicMock()
     monkeypatch.setattr(signals.dist, "all_reduce", lambda *_, **__: work)
     flags = signals.ControlAllReduce(None)
-    flags.exchange(stop=True, writing=False, copying=False)
+    flags.start(stop=True, writing=False, copying=False)
     flags.wait()
     work.wait.assert_called_once()
     assert flags.finish() == signals.AnyRank(stop=True, writing=False, copying=False)
