@@ -1,7 +1,6 @@
 """A rank's part of the model: its chunks, the emulation of their compute, data parallelism and the optimizer."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core import parallel_state
 
@@ -13,10 +12,9 @@ from holmes_hpc.training.pipeline import eager_1f1b
 from holmes_hpc.training.session import Session
 
 
-@dataclass(frozen=True)
-class BuiltModel:
-    """The model of a rank. `config`: Megatron-Core's; `chunks`: the model chunks without their DDP wrappers; `models`:
-    with these; `weights`: the split weight passes, None if the plan has none."""
+class BuiltModel(NamedTuple):
+    """The model of a rank: Megatron-Core's `config`, the `chunks` without their DDP wrappers, split `weights` passes
+    (None if the plan has none), the `models` with DDP, and the `optimizer`."""
 
     config: Any
     chunks: list[Any]

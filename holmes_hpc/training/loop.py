@@ -29,9 +29,9 @@ from holmes_hpc.training.metrics.breakdown import Breakdown, Trace, trace_timers
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
-from holmes_hpc.training.model import early_step, experts, gpt, optimizer, replica_check
+from holmes_hpc.training.model import experts, gpt, optimizer, replica_check
 from holmes_hpc.training.model.context_parallel import part_of
-from holmes_hpc.training.model.early_step import EarlySteps
+from holmes_hpc.training.model.early_step import EarlySteps, choice
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
@@ -69,13 +69,8 @@ class Trainer:
         pace_layer_ms = config.train.pace_layer_ms or session.plan.pace_layer_ms
         factors = config.train.pace_factors or session.plan.pace_factors
         dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
-        self.settings = replace(
-            config.train,
-            pace_layer_ms=pace_layer_ms,
-            pace_factors=factors,
-            dtype=dtype,
-            early_step=early_step.choice(config.train, session.plan),
-        )
+        paces = {"pace_layer_ms": pace_layer_ms, "pace_factors": factors}
+        self.settings = replace(config.train, **paces, dtype=dtype, early_step=choice(config.train, session.plan))
         train, plan, self.data = self.settings, session.plan, config.data
         self.breakdown = Breakdown(session.cuda)
         torch.manual_seed(train.seed)
@@ -235,14 +230,13 @@ class Trainer:
         with self.breakdown.part("optimizer_s"):
             if copies is not None:
                 copies.wait_until_read()
-            take = partial(self.early_steps.take, self.step, self._losses)
-            updated, norm = take() if is_early else optimizer.step(self.optimizer)
+            updated, norm = self.early_steps.take() if is_early else optimizer.step(self.optimizer)
             if self.step < self.settings.steps:
                 optimizer.start_gathers(self.models)
         losses = torch.stack(self._losses).tolist() if self._losses else []
         if not is_early:
             self.early_steps.add_norm(norm)
-            optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
+        optimizer.check_numbers(self.optimizer, self.step, losses, updated, norm)
         optional = {
             "skipped": not updated,
             "early_step": is_early,

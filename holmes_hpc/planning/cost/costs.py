@@ -100,10 +100,6 @@ class Costs:
         return BYTES[self.grad_dtype or "fp32"]
 
     @property
-    def has_early_steps(self) -> bool:
-        return self.early_step == "stage"
-
-    @property
     def wire_size(self) -> int:
         """Return the bytes of one gradient element on the wire."""
         return self.software.wire_bytes or self.gradient_size

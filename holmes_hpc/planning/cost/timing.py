@@ -91,13 +91,13 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
         _replica(layout, network, compute, layers, count, sizes)
         for network, compute in zip(networks.replicas, compute_times(layout), strict=True)
     ]
-    updated = experts.optimizer_share(layout, layers, count.sum(axis=2))
+    updated, is_early = experts.optimizer_share(layout, layers, count.sum(axis=2)), layout.costs.early_step == "stage"
     return Timing(
         tuple(durations for durations, _ in replica_times),
         _shared_nics(layout),
         networks.tied,
-        norm=0.0 if layout.costs.has_early_steps else networks.norm,
-        optimizer=(updated * networks.optimizer).max(axis=1) * (UNDOABLE if layout.costs.has_early_steps else 1),
+        norm=0.0 if is_early else networks.norm,
+        optimizer=(updated * networks.optimizer).max(axis=1) * (UNDOABLE if is_early else 1),
         gather=np.max([gather for _, gather in replica_times], axis=0),
         overhead=networks.overhead,
     )
@@ -168,7 +168,7 @@ def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()
     replicas = [*zip(layout.orders, times.replicas, times.one_nic, strict=True)]
-    if layout.costs.has_early_steps:
+    if layout.costs.early_step == "stage":
         update_s = times.gather + (times.optimizer + times.overhead)[:, None]
         return simulation.early_step_seconds(replicas, update_s, times.tied, passes)
     ends = [simulation.step_seconds(order, d, nic, passes) for order, d, nic in replicas]
@@ -185,7 +185,7 @@ def least_s(
         layout = layout.with_settings(schedule_of(s.kind, s.in_flight, most, most))
     times = timing(layout, layers, bucket_bytes)
     replicas = zip(layout.orders, times.replicas, times.one_nic, strict=True)
-    if layout.costs.has_early_steps and not layout.is_per_stage:  # bound: no stage ever waits
+    if layout.costs.early_step == "stage" and not layout.is_per_stage:  # bound: no stage ever waits
         bounds = [(order.micro_batches * d.compute().sum(axis=2)).max(axis=1) for order, d, _ in replicas]
     else:
         bounds = [simulation.least_seconds(order, d, nic) for order, d, nic in replicas]

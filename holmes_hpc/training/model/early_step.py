@@ -8,7 +8,7 @@ state before its passes and repeats it without an early step. Results are theref
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,13 +42,12 @@ class EarlySteps:
         self._before: deque[tuple[dict[str, Any], list[torch.Tensor]]] = deque(maxlen=2)  # state that passes change
         self._copies: list[torch.Tensor] = []
         self._step_counts: list[Any] = []
-        self._norm: PendingNorm | None = None
-        self._step, self._losses = 0, list[torch.Tensor]()
+        self._wait_for_norm: Callable[[], float] | None = None
 
     @property
     def is_pending(self) -> bool:
         """Whether the norm of the last step has not been read yet."""
-        return self._norm is not None
+        return self._wait_for_norm is not None
 
     def start_passes(self) -> None:
         """Keep the state that the passes of the next step change: random number generators and buffers."""
@@ -56,8 +55,8 @@ class EarlySteps:
             self._before.append((gpt.generators(), [buffer.clone() for buffer in self._buffers()]))
 
     def may_take(self, step: int) -> bool:
-        """Return whether the optimizer step of `step` may be early: all recent norms are below half the clip, the state
-        after the step is not saved or validated, and no profile starts or ends."""
+        """Return whether the optimizer step of `step` may be early: recent norms are far below the clip, and the state
+        after the step is neither saved nor validated nor next to a profile."""
         train, limit = self._train, SAFE_SHARE * self._clip if self._clip else math.inf
         intervals = (train.checkpoint_interval, train.eval_interval, train.steps)
         is_used = any(interval and step % interval == 0 for interval in intervals)
@@ -70,36 +69,29 @@ class EarlySteps:
         self._norms.append(math.nan if norm is None else norm)
 
     @torch.no_grad()
-    def take(self, step: int, losses: Sequence[torch.Tensor]) -> tuple[bool, None]:
+    def take(self) -> tuple[bool, None]:
         """Start the all-reduce of the norm, copy the optimizer's state, and update the weights without clipping.
-        `losses`: of the micro-batches of `step`. Return the result of :func:`optimizer.step`, without the norm."""
-        self._step, self._losses = step, losses
+        Return the result of :func:`optimizer.step`, without the norm."""
         self._optimizer.prepare_grads()
-        self._norm = PendingNorm(self._optimizer)
+        self._wait_for_norm = start_norm(self._optimizer)
         tensors = [*self._tensors()]
         self._copies = self._copies or [torch.empty_like(tensor) for tensor in tensors]
-        for copy, tensor in zip(self._copies, tensors, strict=True):
-            copy.copy_(tensor)
+        torch._foreach_copy_(self._copies, tensors)
         self._step_counts = [group.get("step") for group in self._optimizer.param_groups]
         return self._optimizer.step_with_ready_grads(), None
 
     def confirm(self) -> tuple[float, bool]:
-        """Wait for the pending norm. Return (the norm, whether the early step was right). Raise RunFailed if it was
-        right, but a loss is not finite."""
-        assert self._norm is not None
-        norm, self._norm = self._norm.wait(), None
+        """Wait for the pending norm. Return (the norm, whether the early step was right)."""
+        assert self._wait_for_norm is not None
+        norm, self._wait_for_norm = self._wait_for_norm(), None
         self.add_norm(norm)
         is_clipped = bool(self._clip) and self._clip / (norm + 1e-6) < 1  # as Megatron-Core decides
-        is_right = math.isfinite(norm) and not is_clipped
-        if is_right:
-            optimizer.check_numbers(self._optimizer, self._step, [float(loss) for loss in self._losses], True, norm)
-        return norm, is_right
+        return norm, math.isfinite(norm) and not is_clipped
 
     @torch.no_grad()
     def undo(self) -> None:
         """Restore the state before the passes of the last early step."""
-        for copy, tensor in zip(self._copies, self._tensors(), strict=True):
-            tensor.copy_(copy)
+        torch._foreach_copy_([*self._tensors()], self._copies)
         for group, count in zip(self._optimizer.param_groups, self._step_counts, strict=True):
             if count is not None:
                 group["step"] = count
@@ -120,26 +112,22 @@ class EarlySteps:
         return (buffer for model in self._models for buffer in gpt.unwrap(model).buffers())
 
 
-class PendingNorm:
-    """The global gradient norm, computed as Megatron-Core does, except that its all-reduce runs in the background."""
+def start_norm(chain: Any) -> Callable[[], float]:
+    """Start to compute the global gradient norm as Megatron-Core does. Return a function that waits for it."""
+    inners = megatron_versions.inner_optimizers(chain)
+    has_one_group = len(inners) == 1 or chain.grads_states_parallel_group_is_shared()
+    parts: list[tuple[torch.Tensor, Any]] = []
+    for part in [inners] if has_one_group else [[inner] for inner in inners]:
+        square = torch.zeros(1, device="cuda")
+        if gradients := [g for inner in part for g in megatron_versions.gradients_of_norm(inner)]:
+            overflow = torch.zeros(1, dtype=torch.int, device="cuda")
+            square = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)[0] ** 2.0
+        parts.append((square, dist.all_reduce(square, group=part[0].get_grad_stats_parallel_group(), async_op=True)))
 
-    def __init__(self, chain: Any) -> None:
-        inners = megatron_versions.inner_optimizers(chain)
-        has_one_group = len(inners) == 1 or chain.grads_states_parallel_group_is_shared()
-        self._parts: list[tuple[torch.Tensor, Any]] = []
-        for part in [inners] if has_one_group else [[inner] for inner in inners]:
-            gradients = [g for inner in part for g in megatron_versions.gradients_of_norm(inner)]
-            square = torch.zeros(1, device="cuda")
-            if gradients:
-                overflow = torch.zeros(1, dtype=torch.int, device="cuda")
-                norm, _ = clip_grads.multi_tensor_applier(clip_grads.l2_norm_impl, overflow, [gradients], False)
-                square = norm**2.0
-            work = dist.all_reduce(square, group=part[0].get_grad_stats_parallel_group(), async_op=True)
-            self._parts.append((square, work))
-
-    def wait(self) -> float:
-        norms = []
-        for square, work in self._parts:
+    def wait() -> float:
+        for _, work in parts:
             work.wait()
-            norms.append(square.item() ** 0.5)
+        norms = [square.item() ** 0.5 for square, _ in parts]
         return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
+
+    return wait

@@ -147,11 +147,8 @@ def step(optimizer: Any) -> tuple[bool, float | None]:
 
 def start_gathers(models: Sequence[DistributedDataParallel]) -> None:
     """Start all gathers of sharded parameters, in the order in which the next step needs them.
-
     So no gather has to wait until a stage receives its first micro-batch. Without this call, and in plain Megatron-LM,
-    each stage's first forward pass starts the gathers. In both cases, forward passes wait for the parameters that they
-    use.
-    """
+    each stage's first forward pass starts the gathers. Forward passes wait for the parameters that they use."""
     for model in models:
         if model.ddp_config.overlap_param_gather and model.ddp_config.align_param_gather:
             for group in reversed(experts.bucket_groups(model)):  # the first bucket contains the last layers
