@@ -28,11 +28,11 @@ _SIZES = ("tp", "dp", "cp")  # keys of a stage
 
 
 def to_dict(plan: Any) -> dict[str, Any]:
-    """Return a plan as plain data, with the derived keys. Null keys `pace_*` and `grad_*` are left out."""
+    """Return a plan as plain data, with the derived keys. Null keys `pace_*`, `grad_*` and `early_*` are left out."""
     data: dict[str, Any] = {"version": VERSION}
     for f in fields(plan):
         value = getattr(plan, f.name)
-        if f.name != "site" and (not f.name.startswith(("pace_", "grad_")) or value is not None):
+        if f.name != "site" and (not f.name.startswith(("pace_", "grad_", "early_")) or value is not None):
             data[f.name] = asdict(value) if hasattr(value, "__dataclass_fields__") else value
     if not plan.schedule.deferred:
         data["schedule"] = {"kind": plan.schedule.kind, "in_flight": plan.schedule.in_flight}
