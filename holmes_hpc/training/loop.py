@@ -69,7 +69,7 @@ class Trainer:
         pace_layer_ms = config.train.pace_layer_ms or session.plan.pace_layer_ms
         factors = config.train.pace_factors or session.plan.pace_factors
         dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
-        paces = {"pace_layer_ms": pace_layer_ms, "pace_factors": factors}
+        paces: dict[str, Any] = {"pace_layer_ms": pace_layer_ms, "pace_factors": factors}
         self.settings = replace(config.train, **paces, dtype=dtype, early_step=choice(config.train, session.plan))
         train, plan, self.data = self.settings, session.plan, config.data
         self.breakdown = Breakdown(session.cuda)
