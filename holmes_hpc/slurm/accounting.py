@@ -14,8 +14,7 @@ _QOS_LIMITS = ("MaxJobsPU", "MaxJobsPA", "GrpJobs", "MaxSubmitPU", "MaxSubmitPA"
 
 @dataclass(frozen=True)
 class Qos:
-    """The limits on the number of jobs in each QOS. `limits`: QOS -> {name of the limit: number}; `default`: the user's
-    default QOS; empty if unset."""
+    """The limits on numbers of jobs, {QOS: {name of the limit: number}}, and the user's default QOS, or ""."""
 
     limits: dict[str, dict[str, int]]
     default: str = ""
@@ -23,9 +22,8 @@ class Qos:
 
 @dataclass(frozen=True)
 class Association:
-    """An account that this user may charge. `accounts`: the account, then its parent accounts if they are known;
-    `qos`: the QOS that its jobs may use, the default first; `partition`: the only partition to which it applies; empty:
-    all partitions."""
+    """An account that this user may charge. `accounts`: the account, then its parents if known; `qos`: the QOS that its
+    jobs may use, the default first; `partition`: the only partition to which it applies; empty: all partitions."""
 
     accounts: tuple[str, ...]
     qos: tuple[str, ...] = ()

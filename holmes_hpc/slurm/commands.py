@@ -52,8 +52,7 @@ class Answer:
 
 
 def clean_environment() -> dict[str, str]:
-    """Return the environment without variables that would change a submitted job: sbatch's options, and the variables
-    of the job in which this process runs."""
+    """Return the environment without sbatch's options and without the variables of this process's job."""
     job_variables = ("SLURM_", "SRUN_", "SLURMD_", "HOLMES_LEADER", "HOLMES_MEMBER", "HOLMES_MAX_", "HOLMES_TASKS_PER")
     options = [f"SBATCH_{name}" for name in _TABLE["component_options"]]
     removed = {k for k in os.environ if k in options or k.startswith(job_variables)} - {*_TABLE["kept_variables"]}
@@ -75,15 +74,13 @@ def uninterrupted() -> contextlib.AbstractContextManager[None]:
 
 
 def ignore_interrupts() -> contextlib.AbstractContextManager[None]:
-    """Make processes that are started in the block ignore Ctrl-C and a closed terminal, so that they outlive the
-    command that starts them."""
+    """Make processes that the block starts ignore Ctrl-C and a closed terminal, so that they outlive their command."""
     return _handle_interrupts(signal.SIG_IGN)
 
 
 @contextlib.contextmanager
 def _handle_interrupts(handler: Any) -> Iterator[None]:
-    """Handle SIGINT and SIGHUP by `handler` in the block. Outside the main thread do nothing. Ignored
-    signals stay ignored."""
+    """Handle SIGINT and SIGHUP by `handler` in the block, unless they are ignored; only in the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP) if is_main}
     previous = {number: h for number, h in handlers.items() if h not in (None, signal.SIG_IGN, handler)}
@@ -113,18 +110,16 @@ def _apart(**variables: str) -> dict[str, Any]:
 
 
 def _missing_conf() -> str:
-    """Return an error message if SLURM_CONF names a missing file, as after `holmes testbed down`; else "".
-
-    If the file is missing, each Slurm command would search for another configuration for half a minute."""
+    """Return an error message if SLURM_CONF names a missing file, as after `holmes testbed down`; else "". If the file
+    is missing, each Slurm command would search for another configuration for half a minute."""
     conf = os.environ.get("SLURM_CONF")
     return f"SLURM_CONF names {conf}, which does not exist" if conf and not os.path.exists(conf) else ""
 
 
 def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) -> Answer:
-    """Run one of Slurm's commands and return its answer, whether it succeeded or not.
-
-    If the command takes longer than `timeout_s`, the answer has the code TIMED_OUT and the output so far.
-    `seconds_as_epoch`: the command prints times in Unix seconds. Raise SubmissionError if it is not installed."""
+    """Run one of Slurm's commands and return its answer, whether it succeeded or not. If the command takes longer than
+    `timeout_s`, the answer has the code TIMED_OUT and the output so far. `seconds_as_epoch`: the command prints times
+    in Unix seconds. Raise SubmissionError if it is not installed."""
     if error := _missing_conf():
         return Answer(1, "", error)
     variables = {"SLURM_TIME_FORMAT": "%s"} if seconds_as_epoch else {}
@@ -169,10 +164,8 @@ def output(*command: str) -> str:
 
 
 def partial_outputs(commands: Sequence[Sequence[str]], timeout_s: float) -> list[tuple[str, str]]:
-    """Run the commands at the same time. Return (stdout, error message; empty on success) for each command.
-
-    A command may fail in part, such as an srun on many nodes. Commands that still run after `timeout_s`, or at a
-    Ctrl-C, get SIGTERM, which makes srun cancel its job."""
+    """Run the commands at the same time. Return (stdout, error message; empty on success) for each. One may fail in
+    part, such as an srun on many nodes. After `timeout_s`, or at Ctrl-C, they get SIGTERM: srun cancels its job."""
     deadline, started = time.monotonic() + timeout_s, []
     with contextlib.ExitStack() as files:
         try:

@@ -11,10 +11,9 @@ Test = Callable[[frozenset[str]], bool]
 
 
 def matcher(constraint: str | None) -> Test:
-    """Return a function that tells whether a node with given features may meet `constraint`.
-
-    It evaluates features, ``&``, ``|``, ``!`` and round brackets. It returns True for every node if the constraint has
-    counts or square brackets, which only Slurm can evaluate, or if Slurm would reject the constraint."""
+    """Return a function that tells whether a node with given features may meet `constraint`. It evaluates features,
+    ``&``, ``|``, ``!`` and round brackets. It returns True for every node if the constraint has counts or square
+    brackets, which only Slurm can evaluate, or if Slurm would reject the constraint."""
     text = constraint or ""
     tokens = _TOKEN.findall(text)
     # Python has these operators with the same precedence; each feature becomes a name.

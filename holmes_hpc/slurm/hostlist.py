@@ -16,10 +16,9 @@ _NUMBERS = re.compile(r"(\d{1,9})(?:-(?:(\d{1,9})|.*))?")
 
 
 def expand(text: str) -> list[str]:
-    """Return the hosts of a Slurm host list, in its order. Raise SiteError if it is malformed or too long.
-
-    If a name has several brackets, the last bracket varies fastest. A bracket may hold names or further brackets.
-    The numbers of a range are padded to the width of its first number (``[08-10]``)."""
+    """Return the hosts of a Slurm host list, in its order. Raise SiteError if it is malformed or too long. If a name
+    has several brackets, the last bracket varies fastest. A bracket may hold names or further brackets. The numbers of
+    a range are padded to the width of its first number (``[08-10]``)."""
     try:
         return _names(iter([*_TOKEN.findall(text), ""]), "", text) if text else []
     except (RecursionError, ValueError) as e:  # Python's limits on nesting and on digits
@@ -27,17 +26,15 @@ def expand(text: str) -> list[str]:
 
 
 def numbers(text: str, limit: int = MAX_HOSTS) -> list[int]:
-    """Return the numbers in a list of tasks or array elements: ``0-2,5`` is [0, 1, 2, 5]. Ignore other text, and all
-    numbers after the first `limit`."""
+    """Return up to `limit` numbers of a list of tasks or array elements: ``0-2,5`` is [0, 1, 2, 5]."""
     ranges = [(int(m[1]), int(m[2] or m[1])) for m in map(_NUMBERS.fullmatch, text.split(",")) if m]
     return list(islice((n for low, high in ranges for n in range(low, high + 1)), limit))
 
 
 def compress(hosts: Iterable[str]) -> str:
-    """Return the host list of `hosts`, without duplicates. Raise SiteError for a text that is no host name.
-
-    Names keep the order of their first appearance; the numbers of a name ascend. Only numbers at the end of a name form
-    ranges, because not every Slurm command accepts others."""
+    """Return the host list of `hosts`, without duplicates. Raise SiteError for a text that is no host name. Names keep
+    the order of their first appearance; the numbers of a name ascend. Only numbers at the end of a name form ranges,
+    because not every Slurm command accepts others."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for host in hosts:
         if not _PLAIN.match(host):
@@ -49,8 +46,7 @@ def compress(hosts: Iterable[str]) -> str:
 
 
 def _ranges(numbers: list[str]) -> list[str]:
-    """Return the ranges that `numbers` form, as texts: ["1", "2", "5"] gives ["1-2", "5"]. An empty number stands for
-    a host name without one."""
+    """Return the ranges of `numbers`: ["1", "2", "5"] gives ["1-2", "5"]. A name without a number has ""."""
     runs: list[list[str]] = []
     for number in sorted(set(numbers), key=lambda n: (int(n or 0), len(n))):
         if runs and number == str(int(runs[-1][-1]) + 1).zfill(len(runs[-1][0])):
@@ -66,8 +62,7 @@ def _host_list_error(text: str, message: str) -> SiteError:
 
 
 def _names(tokens: Iterator[str], end: str, host_list: str) -> list[str]:
-    """Consume `tokens` up to `end` ("]" in a bracket, "" at the end of the text) and return the host names in them.
-    `host_list`: the whole text, for errors."""
+    """Return the host names in `tokens` up to `end` ("]", or "" at the end of the text `host_list`)."""
     names: list[str] = []
     pieces: list[str | list[str]] = []  # of one name: literal text, or a bracket's names
     for token in tokens:
@@ -75,9 +70,8 @@ def _names(tokens: Iterator[str], end: str, host_list: str) -> list[str]:
             pieces.append(_names(tokens, "]", host_list))
         elif token in (",", end):
             if not pieces:
-                raise _host_list_error(
-                    host_list, "a name is missing beside a comma" if names or token == "," else "an empty bracket"
-                )
+                problem = "a name is missing beside a comma" if names or token == "," else "an empty bracket"
+                raise _host_list_error(host_list, problem)
             names += _expanded(pieces, host_list, is_in_bracket=bool(end))
             pieces = []
             if len(names) > MAX_HOSTS:

@@ -26,8 +26,7 @@ def sacct_command(ids: Iterable[str]) -> list[str]:
 
 
 def _parse(text: str, fields: Iterable[str]) -> list[Row]:
-    """Return the rows in `text`, whose lines have one cell per field. Cells after the job's name may be missing.
-    Lines without a name are skipped."""
+    """Return the rows in lines of one cell per field. Cells after the name may be missing, but not the name."""
     lines = (dict(zip(fields, line.split(SEPARATOR), strict=False)) for line in text.splitlines())
     return [row for cells in lines if "name" in cells for row in _rows(cells)]
 
@@ -95,9 +94,8 @@ def _number(text: str) -> float | None:
 
 
 def _identities(job_id: str) -> list[tuple[str, int]]:
-    """Return (leader's job id, index of the component) of each job that `job_id` names.
-
-    ``12+1`` is ("12", 1); ``12_[3-4%2]`` is ("12_3", 0) and ("12_4", 0). Steps (``12.0``) name none."""
+    """Return (leader's job id, index of the component) of each job that `job_id` names. ``12+1`` is ("12", 1);
+    ``12_[3-4%2]`` is ("12_3", 0) and ("12_4", 0). Steps (``12.0``) name none."""
     match = re.fullmatch(r"(\d+)(?:\+(\d+)|_\[?([\d,-]+)(?:%\d+)?\]?)?", job_id.strip())
     if match is None:
         return []
@@ -111,9 +109,8 @@ def _or_empty(text: str) -> str:
 
 
 def ending_state(job_id: str) -> JobState | None:
-    """Return the state with which this process's job ends; None if slurmctld does not answer in 10 s.
-
-    Of the components, only the leader counts, because it ends first."""
+    """Return the state with which this process's job ends; None if slurmctld does not answer in 10 s. Of the
+    components, only the leader counts, because it ends first."""
     rows = _leader_rows(job_id)
     return join(rows, "scontrol") if rows else None
 

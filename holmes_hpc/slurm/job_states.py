@@ -37,10 +37,9 @@ _STALE = ("BeginTime", "Priority", "Resources", "Dependency", "JobArrayTaskLimit
 
 @dataclass(frozen=True)
 class Row:
-    """One component of a job, as a Slurm command reports it.
-
-    `leader`: job id of the leader; `offset`: index of the component; `submitted`, `start` (actual or estimated): Unix
-    seconds, None if unknown; `nodes`: host list; `token`: id of the executor's submission; empty for other jobs."""
+    """One component of a job, as a Slurm command reports it. `leader`: job id of the leader; `offset`: index of the
+    component; `submitted`, `start` (actual or estimated): Unix seconds, None if unknown; `nodes`: host list; `token`:
+    id of the executor's submission; empty for other jobs."""
 
     leader: str
     offset: int
@@ -111,9 +110,8 @@ def _common_state(states: Sequence[SlurmState]) -> SlurmState:
 
 
 def join(rows: Iterable[Row], source: str = "sacct") -> JobState:
-    """Return the state of one job from the rows of its components. `source`: the command that reported them.
-
-    If a job goes on after it lost a node, sacct also has a row in state RESIZING for the time before. It is skipped."""
+    """Return the state of one job from the rows of its components. `source`: the command that reported them. If a job
+    goes on after it lost a node, sacct also has a row in state RESIZING for the time before. It is skipped."""
     latest = {row.offset: row for row in sorted(rows, key=lambda r: r.state != "RESIZING")}
     ordered = [latest[offset] for offset in sorted(latest)]
     states = [r.state for r in ordered]
@@ -141,9 +139,8 @@ def out_of_memory(text: str) -> str | None:
 
 
 def read_cancellation(text: str) -> JobState | None:
-    """Return the state of a cancelled job, from slurmd's message in the log of its batch script; None without one.
-
-    A message without a reason counts only for a job, because srun cancels a step whenever a task fails."""
+    """Return the state of a cancelled job, from slurmd's message in the log of its batch script; None without one. A
+    message without a reason counts only for a job, because srun cancels a step whenever a task fails."""
     states = [_DUE_STATES[reason] for entity, reason in _DUE.findall(text) if reason or entity == "JOB"]
     return JobState(states[-1], components=(states[-1],), source="slurmd") if states else None
 
