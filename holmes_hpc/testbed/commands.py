@@ -29,10 +29,8 @@ def is_installed(program: str) -> bool:
 def run(
     argv: Sequence[str], *, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = 60, hint: str = ""
 ) -> str:
-    """Run a command and return its stdout. `stdin`: its input; `env`: additional environment variables.
-
-    Raise TestbedError with the hint `hint` if the command is missing, fails or exceeds `timeout_s`. If it fails, the
-    error quotes a line of its output."""
+    """Run a command and return its stdout. `stdin`: its input; `env`: additional environment variables. Raise
+    TestbedError with `hint` if the command is missing, exceeds `timeout_s`, or fails (with a line of its output)."""
     try:
         options: Any = {"capture_output": True, "text": True, "errors": "replace", "start_new_session": True}
         done = subprocess.run(list(argv), input=stdin, env=system_env(env), timeout=timeout_s, check=False, **options)
@@ -60,9 +58,7 @@ def run_showing(
     argv: Sequence[str], env: Mapping[str, str], show: Show, kill: bool = False, cwd: Path | None = None
 ) -> str | None:
     """Run a long command and call `show` with each line of its output. Return None if it succeeds, else its last error.
-
-    `kill`: whether to kill the command and its children if this process is interrupted; set it only for a command that
-    can be repeated. `cwd`: the command's working directory; None: the one of this process."""
+    `kill`: kill it and its children if this process is interrupted, as it can be repeated; `cwd`: its folder."""
     error = ""
     streams: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     options: Any = {"cwd": cwd, "text": True, "errors": "replace", "start_new_session": kill, **streams}
@@ -82,7 +78,6 @@ def run_showing(
 
 def sparsely(show: Show, pause_s: float) -> Show:
     """Return a function that passes a line on to `show` at most once every `pause_s` seconds, and drops other lines.
-
     The first `pause_s` seconds also count as a pause."""
     last_shown = time.monotonic()
 

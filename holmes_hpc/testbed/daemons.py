@@ -32,11 +32,9 @@ COMMANDS: dict[str, list[str]] = read_table(__file__)
 
 @dataclass(frozen=True)
 class Testbed:
-    """One testbed: its files, network and ports.
-
-    `password`: password of the database; `userland`: folder with the programs of another Debian release, None for the
-    programs of this machine; `prefix`: installation prefix of a Slurm that `make install` installed, None for Slurm
-    from Debian's packages; `auth`: Slurm's auth plugin, munge or slurm."""
+    """One testbed: its files, network and ports. `password`: of the database; `userland`: folder with the programs of
+    another Debian release, None for this machine's; `prefix`: of a Slurm that `make install` installed, None for
+    Debian's packages; `auth`: Slurm's auth plugin, munge or slurm."""
 
     paths: Paths
     wiring: Wiring
@@ -78,20 +76,16 @@ def node_command(testbed: Testbed, node: str, argv: Sequence[str]) -> list[str]:
 
 
 def _with_socket_folder(testbed: Testbed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` with access to the auth/slurm socket of `daemon`.
-
-    If the testbed uses auth/slurm, the command mounts the folder of this socket at /run/`name`. It must run in a
-    private mount namespace."""
+    """Return the command that runs `argv` with the folder of the auth/slurm socket of `daemon` mounted at /run/`name`,
+    if the testbed uses auth/slurm. It must run in a private mount namespace."""
     if testbed.auth == slurmconf.MUNGE:
         return list(argv)
     return ["sh", "-c", BIND_SOCKETS, f"/run/{name}", str(testbed.paths.sack_folder(daemon)), *argv]
 
 
 def cgroup_plugin(version: str) -> str:
-    """Return the CgroupPlugin with which Slurm uses no control groups, because a node's own /sys has none.
-
-    `version`: a text such as ``slurm-wlm 22.05.8``. Slurm before 23.11 does not start with `disabled`, but its
-    `cgroup/v1` does nothing unless another plugin uses it."""
+    """Return the CgroupPlugin without control groups, because a node's own /sys has none. `version`: ``slurm-wlm
+    22.05.8``. Slurm before 23.11 lacks `disabled`, but its `cgroup/v1` does nothing unless another plugin uses it."""
     return "disabled" if slurm_prefix.parse_release(version) >= (23, 11) else "cgroup/v1"
 
 
@@ -174,7 +168,6 @@ def reap() -> None:
 
 def start(daemons: Iterable[Daemon], testbed: Testbed, timeout_s: float, progress: Show) -> Callable[[], None]:
     """Start all daemons and wait until each answers. Return a function that checks whether all are still alive.
-
     `progress`: called with a line about a daemon that does not answer yet. Raise TestbedError if a daemon dies or does
     not answer within `timeout_s`. The returned function raises TestbedError if a daemon has died."""
     paths = testbed.paths

@@ -37,8 +37,7 @@ QUEUE_S = 0.05  # size of the queue, as time at the NIC's rate
 
 @dataclass(frozen=True)
 class NicSpec:
-    """One NIC, a veth pair. `name`: name of the end in the node; `port`: name of the end in the switch; `mbit`: rate in
-    Mbit/s, None if unshaped."""
+    """A NIC, a veth pair. `name`, `port`: its ends in the node and the switch; `mbit`: Mbit/s, None if unshaped."""
 
     name: str
     port: str
@@ -49,8 +48,7 @@ class NicSpec:
 
 @dataclass(frozen=True)
 class Wiring:
-    """The names and addresses of a testbed's network. They follow from the topology, the `prefix` of all names and the
-    `subnet`, a /16."""
+    """The names and addresses of a testbed's network. They follow from the topology, `prefix` and `subnet` (a /16)."""
 
     topology: Topology
     prefix: str
@@ -113,16 +111,13 @@ class Wiring:
 
 
 def gso_bytes(mbit: float | None) -> int:
-    """Return the size of the largest GSO bundle for a NIC with the rate `mbit` (None: unshaped).
-
-    It is the number of bytes that the NIC sends in 3 ms, but at least two packets and at most 16 kB."""
+    """Return the size of the largest GSO bundle for a NIC: what it sends in 3 ms, but two packets to 16 kB."""
     return GSO_BYTES if mbit is None else min(GSO_BYTES, max(2 * MTU, int(mbit * 1e6 / 8 * GSO_S)))
 
 
 def tbf_line(device: str, mbit: float) -> str:
-    """Return the line of ``tc -batch`` that limits `device` to `mbit` by a token bucket.
-
-    The bucket holds the traffic of 1 ms, but at least one GSO bundle. The queue holds the traffic of 50 ms or more."""
+    """Return the line of ``tc -batch`` that limits `device` to `mbit` by a token bucket. The bucket holds the traffic
+    of 1 ms, but at least one GSO bundle. The queue holds the traffic of 50 ms or more."""
     bytes_per_s = mbit * 1e6 / 8
     burst = max(int(BUCKET_PER_GSO * gso_bytes(mbit)), int(bytes_per_s * BURST_S))
     limit = burst + max(4 * GSO_BYTES, int(bytes_per_s * QUEUE_S))
@@ -249,10 +244,8 @@ def netns_folder_state() -> str:
 
 
 def remove(namespaces: Iterable[str], uplink: str, run_netns: str) -> None:
-    """Delete the namespaces, with their bridges and NICs, and the uplink. Skip those that do not exist.
-
-    `run_netns`: the state of /run/netns before `create` (:func:`netns_folder_state`). It is restored if
-    /run/netns has no other namespaces."""
+    """Delete the namespaces, with their bridges and NICs, and the uplink, if they exist. `run_netns`:
+    :func:`netns_folder_state` before `create`, which is restored if /run/netns has no other namespaces."""
     for name in namespaces:
         if (RUN_NETNS / name).exists():
             run(["ip", "netns", "del", name])

@@ -46,8 +46,7 @@ def _program(executable: str) -> str:
 
 
 def _uses_directory(process: psutil.Process, directory: Path) -> bool:
-    """Return whether the process has the mark of `directory`, or is a daemon that works below `directory` or has a path
-    below it in its command line."""
+    """Return whether the process has the mark of `directory`, or is a daemon that names it or works below it."""
     if process.environ().get(MARK) == str(directory):
         return True
     pattern = re.compile(rf"(^|[=,:]){re.escape(str(directory))}/")  # /bed matches neither /bed2 nor /other/bed
@@ -88,9 +87,7 @@ def kill_all(directory: Path | None, namespaces: Collection[int]) -> None:
 
 @contextlib.contextmanager
 def sigterm_as_exit() -> Iterator[None]:
-    """Raise SystemExit if SIGTERM arrives in the block, so that the block cleans up as it does after Ctrl-C.
-
-    Outside the main thread, do nothing."""
+    """Raise SystemExit if SIGTERM arrives in the block (in the main thread), so that it cleans up as after Ctrl-C."""
     with contextlib.ExitStack() as on_exit:
         if threading.current_thread() is threading.main_thread():
             previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -92,11 +92,9 @@ def write_private(path: Path, content: bytes, mode: int = 0o600) -> None:
 
 @contextlib.contextmanager
 def locked(directory: Path, create: bool) -> Iterator[bool]:
-    """Lock the directory against another `up` or `down`. Yield whether this call created it.
-
-    `create`: whether to create a missing directory; if false, raise FileNotFoundError. The lock is on the directory
-    itself, so it needs no file elsewhere. If `down` removes the directory while this call waits for the lock, the call
-    starts again."""
+    """Lock the directory against another `up` or `down`. Yield whether this call created it. `create`: whether to
+    create a missing directory; if false, raise FileNotFoundError. The lock is on the directory itself, so it needs no
+    file elsewhere. If `down` removes the directory while this call waits for the lock, the call starts again."""
     while True:
         has_created = False
         if create and not directory.is_dir():

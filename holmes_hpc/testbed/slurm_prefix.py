@@ -77,9 +77,8 @@ def cache_folder() -> Path:
 
 
 def build(source: Path, progress: Show) -> Path:
-    """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix.
-
-    A build takes some minutes on all cores, and 200 MB. Raise TestbedError if `source` does not exist or if the build
+    """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix. A
+    build takes some minutes on all cores, and 200 MB. Raise TestbedError if `source` does not exist or if the build
     fails. The error quotes the last line of the log."""
     source = source.absolute()
     if not source.exists():
@@ -92,8 +91,7 @@ def build(source: Path, progress: Show) -> Path:
 
 
 def _build(source: Path, folder: Path, progress: Show) -> None:
-    """Build Slurm from `source` and install it into slurm/ in `folder`. Finally create the file MARKER there.
-    Raise TestbedError if a command of the build fails."""
+    """Build Slurm from `source`, install it into slurm/ in `folder`, and finally create the file MARKER."""
     unpacked, work, prefix, log = folder / "source", folder / "build", folder / "slurm", folder / "build.log"
     for leftover in (unpacked, work, prefix):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -132,8 +130,7 @@ def _digest(source: Path) -> str:
 
 
 def _unpack(source: Path, target: Path) -> Path:
-    """Unpack `source` into `target` if it is a tarball. Return the folder with `configure`.
-    Raise TestbedError if it is no source of Slurm."""
+    """Return the folder of Slurm's source, unpacked into `target` from a tarball. Raise TestbedError without one."""
     where = f"--slurm-source {source}"
     tree = source
     if source.is_file():

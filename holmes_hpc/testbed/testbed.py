@@ -150,9 +150,8 @@ def _new_record(directory: Path, layout: Topology, text: str, release: str, is_n
 
 
 def _start_daemons(testbed: Testbed, names: Collection[str], progress: Show) -> None:
-    """Start the daemons `names` and wait until every node is registered.
-
-    Each daemon starts after the daemons that it needs. Before slurmctld starts, its cluster is added to slurmdbd."""
+    """Start the daemons `names` and wait until every node is registered. Each daemon starts after the daemons that it
+    needs. Before slurmctld starts, its cluster is added to slurmdbd."""
     query = ["sacctmgr", "-nP", "show", "cluster", "format=cluster"]
     for program in (name for name in testbed.servers if name in names):
         if program == "slurmctld" and CLUSTER not in testbed.slurm(query, daemon="slurmdbd").split():
@@ -219,11 +218,10 @@ def _repair(testbed: Testbed, progress: Show) -> bool:
 
 
 def status() -> dict[str, Any]:
-    """Return the testbed's state as JSON values: ``up`` (whether all of it runs) and ``state_dir``.
-
-    If there is a testbed, the result also has ``topology`` (its name), ``release`` (the Debian release or the prefix of
-    its Slurm), ``slurm`` (version of Slurm, empty if Slurm does not answer), ``daemons{name: is alive}`` and
-    ``nodes[{name, partition, features, state, nics{name: rate in Mbit/s}}]``."""
+    """Return the testbed's state as JSON values: ``up`` (whether all of it runs) and ``state_dir``. If there is a
+    testbed, the result also has ``topology`` (its name), ``release`` (the Debian release or the prefix of its Slurm),
+    ``slurm`` (version of Slurm, empty if Slurm does not answer), ``daemons{name: is alive}`` and ``nodes[{name,
+    partition, features, state, nics{name: rate in Mbit/s}}]``."""
     directory = state_dir()
     record = Record.read(directory)
     if record is None:
@@ -280,10 +278,8 @@ def _load_with_node(node: str) -> Testbed:
 
 
 def _env(testbed: Testbed) -> dict[str, str]:
-    """Return the environment variables for commands that use a testbed.
-
-    The testbed's programs come first in PATH, unless it uses the machine's Slurm. Ranks compute with one thread unless
-    OMP_NUM_THREADS is set, because all nodes share the CPUs of one machine."""
+    """Return the environment variables for commands that use a testbed. Its programs come first in PATH, unless it uses
+    the machine's Slurm. Ranks compute with one thread by default, because all nodes share one machine's CPUs."""
     variables = {"HOLMES_TESTBED": str(testbed.paths.root), **testbed.env()}
     variables["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     testbed_path = slurm_prefix.program_path(testbed.prefix) if testbed.prefix else str(testbed.paths.root / "bin")
@@ -294,8 +290,7 @@ def _env(testbed: Testbed) -> dict[str, str]:
 
 
 def env() -> dict[str, str]:
-    """Return the environment variables with which Slurm's commands use this testbed.
-    Raise TestbedError if it is not up."""
+    """Return the variables with which Slurm's commands use this testbed. Raise TestbedError if it is not up."""
     return _env(_current())
 
 
@@ -303,10 +298,8 @@ def env() -> dict[str, str]:
 
 
 def down(progress: Show = lambda _: None) -> bool:
-    """Remove everything that `up` created, even if `up` was killed or daemons have crashed.
-
-    Return whether there was a testbed. `progress`: called with a line about the activity. Raise TestbedError if
-    something cannot be removed."""
+    """Remove everything that `up` created, even if `up` was killed or daemons have crashed. Return whether there was a
+    testbed. `progress`: called with a line about the activity. Raise TestbedError if something cannot be removed."""
     directory = state_dir()
     if not directory.is_dir():
         return False

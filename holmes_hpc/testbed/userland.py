@@ -34,14 +34,12 @@ exec "$@"'''
 
 def enter_command(root: Path | None, argv: Sequence[str]) -> list[str]:
     """Return the command that runs `argv` with the programs of the release in `root`; `argv` itself if `root` is None.
-
     The command must run in a private mount namespace."""
     return list(argv) if root is None else ["sh", "-c", _ENTER, str(root), *argv]
 
 
 def private_command(root: Path | None, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` in a private mount namespace with the programs of the release in `root`;
-    `argv` itself if `root` is None."""
+    """Return :func:`enter_command` in a private mount namespace; `argv` itself if `root` is None."""
     return list(argv) if root is None else ["unshare", "--mount", *enter_command(root, argv)]
 
 
