@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, SWITCH_VALUES
-from holmes_hpc.config.group_options import DEFAULTS, option, suggested_override, unknown_key
+from holmes_hpc.config.group_options import DEFAULTS, named_option_hint, option, unknown_key
 from holmes_hpc.config.hugging_face import folder_of, read_model
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import BATCHES, gpt_of_sizes
@@ -36,10 +36,9 @@ _FIXED_BY_PLAN = re.compile(r"[+~]*(model|batch|plan)[.=@]")
 
 
 def load(overrides: Sequence[str] = (), *, nameless: bool = False) -> Configuration:
-    """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``).
-    If no site file is set, use the one that HOLMES_SITE names, except with the local launcher.
-    `nameless`: if no model is named, model sizes in `overrides` define a GPT; if False, they change the default model.
-    """
+    """Compose and check the configuration of `overrides` (``model=gpt_3_6b train.steps=5``). If no site file is set,
+    use the one that HOLMES_SITE names, except with the local launcher. `nameless`: if no model is named, model sizes in
+    `overrides` define a GPT; if False, they change the default model."""
     data, keys = composed(overrides), [override.lstrip("+").partition("=")[0] for override in overrides]
     if nameless and not {"model", "plan_file"} & {*keys} and any(key.startswith("model.") for key in keys):
         data |= gpt_of_sizes(data, keys)
@@ -156,10 +155,8 @@ def explained(error: Exception) -> ConfigError:
     if bare and Path(bare[1]).is_file():
         kind, option = _kind_of_file(bare[1])
         return ConfigError(f"{kind}, not KEY=VALUE", where=bare[1], hint=f"write {option}={bare[1]}")
-    if bare and (text := unsupported_hint(bare[1])):
+    if bare and (text := unsupported_hint(bare[1]) or named_option_hint(bare[1])):
         return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=text)
-    if bare and (suggestion := suggested_override(bare[1])):
-        return ConfigError(f"{bare[1]!r} is not KEY=VALUE", where=where, hint=f"did you mean {suggestion!r}?")
     hint = "write KEY=VALUE; quote a value with special characters: \"KEY='VALUE'\""
     if unquoted := re.search(r"no viable alternative at input '([{\[])", str(error)):
         hint = f"quote the whole word, or the shell splits it: 'KEY={QUOTABLE[unquoted[1]]}'"

@@ -83,10 +83,8 @@ class Configuration(Checked, where="configuration"):
         hint = "add data=indexed, or leave data.prefix out"
         ConfigError.refuse("", (data.prefix and data.kind != "indexed", problem, hint))
         problem = f"data.kind is null: no data are given for {self.model.name}"
-        hint = (
-            "give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or data=synthetic for random"
-            " tokens, which measure speed and teach nothing"
-        )
+        hint = "give data=indexed data.prefix=PREFIX (`holmes data prepare` makes it), or data=synthetic for random"
+        hint += " tokens, which measure speed and teach nothing"
         ConfigError.refuse("", (data.kind is None and is_large, problem, hint))
         return self if data.kind is not None else replace(self, data=replace(data, kind="synthetic"))
 
@@ -110,9 +108,8 @@ def from_dict(data: Mapping[str, Any]) -> Configuration:
 
 
 def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
-    """Return (the configuration in a run's record, the names of the keys that the record lacks, which get their
-    defaults). Keys that no longer exist are dropped. Raise ConfigError if a group without defaults (model, batch) is
-    missing."""
+    """Return (the configuration in a run's record, the names of the keys that it lacks, which get their defaults). Keys
+    that no longer exist are dropped. Raise ConfigError if a group without defaults (model, batch) is missing."""
     missing_keys: list[str] = []
     values: dict[str, Any] = {}
     for name, declared in keys(Configuration).items():

@@ -15,9 +15,8 @@ class DataConfig(Checked, where="data", dotted=True):
     kind: Annotated[
         str | None,
         key(
-            "synthetic: seeded random tokens, for throughput measurements; "
-            "indexed: Megatron's indexed data set, made by `holmes data prepare FILES -o "
-            "PREFIX`; null: synthetic for trial models (hidden at most 512) and for "
+            "synthetic: seeded random tokens, for throughput measurements; indexed: Megatron's indexed data set, made "
+            "by `holmes data prepare FILES -o PREFIX`; null: synthetic for trial models (hidden at most 512) and for "
             "calibration, otherwise an error",
             one_of=("synthetic", "indexed"),
         ),

@@ -74,12 +74,8 @@ def page() -> str:
         "",
     ]
     for name, cls in (("", Configuration), *GROUPS.items()):
-        parts += [
-            f"## `{name}`" if name else "## Keys without a group",
-            "",
-            "| Key | Meaning | Values; default |",
-            "|---|---|---|",
-        ]
+        heading = f"## `{name}`" if name else "## Keys without a group"
+        parts += [heading, "", "| Key | Meaning | Values; default |", "|---|---|---|"]
         for k in keys(cls).values():
             if name or k.name not in GROUPS:
                 cells = (f"`{name}.{k.name}`" if name else f"`{k.name}`", k.spec.help, _values_and_default(k))

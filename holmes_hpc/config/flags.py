@@ -98,8 +98,5 @@ _GROUP_KEYS = {
 }
 _KEYS = ["site_file", "model", *(f"{g}.{k}" for g, names in _GROUP_KEYS.items() for k in names.split()), "calibration"]
 SWITCH_VALUES = ("yes", "no", "true", "false")  # words that a user may write after a switch, which takes none
-FLAGS: dict[str, Flag] = {
-    flag.name: flag
-    for key in _KEYS
-    for flag in [Flag(_NAMES.get(key, "--" + key.rpartition(".")[2].replace("_", "-")), key)]
-}
+_FLAGS = (Flag(_NAMES.get(key, "--" + key.rpartition(".")[2].replace("_", "-")), key) for key in _KEYS)
+FLAGS: dict[str, Flag] = {flag.name: flag for flag in _FLAGS}

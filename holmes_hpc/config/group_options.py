@@ -37,9 +37,9 @@ def option(group: str, name: str) -> dict[str, Any] | None:
     return None if changes is None else defaults | changes
 
 
-def suggested_override(value: str) -> str | None:
-    """Return ``model=VALUE`` or ``batch=VALUE`` if `value` is the name of a model or a batch; None otherwise."""
-    return next((f"{group}={value}" for group, names in NAMED.items() if value in names), None)
+def named_option_hint(value: str) -> str | None:
+    """Return a hint to write ``model=VALUE`` or ``batch=VALUE`` if `value` is such a name; None otherwise."""
+    return next((did_you_mean([f"{group}={value}"]) for group, names in NAMED.items() if value in names), None)
 
 
 def unknown_key(unknown: str) -> ConfigError:

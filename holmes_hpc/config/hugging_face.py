@@ -91,9 +91,8 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
     if spec.experts.count:
         routing = asdict(replace(spec.experts, ffn=spec.ffn_width))
         shared_keys |= {key: routing[field] for field, key in _TABLE["experts"][model_type].items()}
-        shared_keys |= (
-            {"norm_topk_prob": _is_normalised(spec)} if spec.qk_norm else {"intermediate_size": spec.ffn_width}
-        )
+        of_family = {"norm_topk_prob": _is_normalised(spec)} if spec.qk_norm else {"intermediate_size": spec.ffn_width}
+        shared_keys |= of_family
     if not spec.rope:
         dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), spec.dropout)
         return {**shared_keys, "activation_function": "gelu_new" if spec.gelu_tanh else "gelu", **dropouts}
@@ -229,10 +228,8 @@ def _read_experts(read: _Config, family: str) -> Experts:
     for name, supported in (("decoder_sparse_step", 1), ("mlp_only_layers", []), ("router_jitter_noise", 0.0)):
         read.require(name, supported)
     is_normalised = read("norm_topk_prob", family == "mixtral")
-    experts = Experts(
-        **{field: read(key) for field, key in _TABLE["experts"][family].items()},
-        score="softmax" if is_normalised else "softmax_all",
-    )
+    sizes = {field: read(key) for field, key in _TABLE["experts"][family].items()}
+    experts = Experts(**sizes, score="softmax" if is_normalised else "softmax_all")
     if is_normalised and experts.top_k == 1:
         read.refuse("a token has one expert, whose weight is always 1, so the router cannot learn", _HINT)
     return experts
@@ -242,10 +239,9 @@ def _refuse_window(read: _Config, by_default: bool) -> None:
     window = read("sliding_window", None) if read("use_sliding_window", by_default) else None
     layers = read("layer_types", [])
     if (window is not None and window < read("max_position_embeddings", 2048)) or "sliding_attention" in layers:
-        read.refuse(
-            f"its layers attend to a window of {window} tokens; Megatron-Core's layers have no window",
-            f"for sequences up to {window} tokens, set sliding_window to null there; the result is the same",
-        )
+        problem = f"its layers attend to a window of {window} tokens; Megatron-Core's layers have no window"
+        hint = f"for sequences up to {window} tokens, set sliding_window to null there; the result is the same"
+        read.refuse(problem, hint)
 
 
 def _read_scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
@@ -268,21 +264,11 @@ def _read_scaling(read: _Config, rope: Mapping[str, Any]) -> RopeScaling | None:
 
 def _read_gpt2(read: _Config) -> ModelSpec:
     activation = read.require("activation_function", "gelu_new", "gelu_pytorch_tanh", "gelu")
-    for name, supported in (
-        ("scale_attn_weights", True),
-        ("scale_attn_by_inverse_layer_idx", False),
-        ("add_cross_attention", False),
-    ):
-        read.require(name, supported)
+    read.require("scale_attn_weights", True)
+    read.require("scale_attn_by_inverse_layer_idx", False)
+    read.require("add_cross_attention", False)
     hidden = read("n_embd")
     default_ffn = 4 * hidden if isinstance(hidden, int) else hidden
-    return ModelSpec(
-        "model",
-        **read.fields("gpt2", ffn=default_ffn, tied=True, norm_eps=1e-5),
-        kv_heads=read("n_head"),
-        swiglu=False,
-        rmsnorm=False,
-        rope=False,
-        bias=True,
-        gelu_tanh=activation != "gelu",
-    )
+    fields = read.fields("gpt2", ffn=default_ffn, tied=True, norm_eps=1e-5)
+    fields |= dict.fromkeys(("swiglu", "rmsnorm", "rope"), False)
+    return ModelSpec("model", **fields, kv_heads=read("n_head"), bias=True, gelu_tanh=activation != "gelu")

@@ -46,9 +46,8 @@ class MegatronArguments:
 
 
 def read_arguments(source: str, user_keys: Collection[str] = ()) -> MegatronArguments:
-    """Return the arguments in `source`, which is the name of a file or a command.
-    `user_keys`: configuration keys that the user sets in addition. Raise ConfigError for an argument whose effect
-    cannot be predicted."""
+    """Return the arguments in `source`, which is the name of a file or a command. `user_keys`: configuration keys that
+    the user sets in addition. Raise ConfigError for an argument whose effect cannot be predicted."""
     values = _Values(_parse(source))
     for name, value in values.texts.items():
         for pattern, harmless, reason in _TABLE["refused"]:

@@ -70,12 +70,9 @@ class Experts(Checked, where="model.experts", error=PlanError):
     def has_valid_groups(self) -> bool:
         """True if all groups have the same size, and each of a token's `top_groups` groups has at least
         `top_k` / `top_groups` experts, which must be a whole number."""
-        return not (
-            self.count % self.groups
-            or self.top_groups > self.groups
-            or self.top_k % self.top_groups
-            or self.count * self.top_groups < self.top_k * self.groups
-        )
+        are_equal = self.count % self.groups == 0 and self.top_k % self.top_groups == 0
+        are_large = self.count * self.top_groups >= self.top_k * self.groups
+        return are_equal and are_large and self.top_groups <= self.groups
 
 
 @dataclass(frozen=True)
@@ -106,9 +103,8 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
     rope_scaling: Annotated[
         RopeScaling | None,
         key(
-            "scaling of rotary frequencies, for Llama 3.1 {factor: 8}; other keys: "
-            "kind, low_frequency_turns, high_frequency_turns, "
-            "original_positions; null: none"
+            "scaling of rotary frequencies, for Llama 3.1 {factor: 8}; other keys: kind, low_frequency_turns, "
+            "high_frequency_turns, original_positions; null: none"
         ),
     ] = None
     experts: Annotated[
@@ -189,8 +185,7 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         return self.experts.shared if self.experts.count else self.ffn
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the model as plain data. Keys that older versions lack are left out if they have their defaults, so
-        that older versions can read the data."""
+        """Return plain data. Keys that older versions lack are left out if they have their defaults."""
         return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or getattr(self, k) != _NEWER_KEYS[k]}
 
     def padded_vocab(self, tp: int) -> int:
@@ -199,11 +194,8 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         return -(-self.vocab // unit) * unit
 
 
-_NEWER_KEYS = {
-    f.name: f.default
-    for f in fields(ModelSpec)
-    if f.name in ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling", "experts")
-}
+_NEWER_NAMES = ("head_dim", "qk_norm", "qkv_bias", "gelu_tanh", "rope_scaling", "experts")
+_NEWER_KEYS = {f.name: f.default for f in fields(ModelSpec) if f.name in _NEWER_NAMES}
 
 
 @dataclass(frozen=True)
@@ -231,9 +223,8 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
         return self if self.cp == 1 else Batch(self.global_size // self.cp, self.micro_size, self.context)
 
     def split(self, cp: int, all_to_all: bool = False) -> Batch:
-        """Return this batch with every sequence divided over `cp` context-parallel ranks.
-        `all_to_all`: as in :class:`PartialBatch`. With CP above 1, raise PlanError unless 2 x CP divides the sequence
-        length."""
+        """Return this batch with every sequence divided over `cp` context-parallel ranks. `all_to_all`: as in
+        :class:`PartialBatch`. With CP above 1, raise PlanError unless 2 x CP divides the sequence length."""
         problem = f"sequence_length {self.sequence_length} is not a multiple of {2 * cp} (2 x CP {cp})"
         hint = f"use another CP, or a sequence_length that {2 * cp} divides"
         PlanError.refuse("plan.cp", (cp > 1 and self.sequence_length % (2 * cp), problem, hint))
@@ -241,9 +232,8 @@ class Batch(Checked, where="batch", error=PlanError, dotted=True):
         return self if cp == 1 else PartialBatch(*sizes, cp, all_to_all)
 
     def micro_batches(self, dp: int) -> int:
-        """Return the number of micro-batches that each pipeline processes in a step.
-        `dp`: DP times CP; with 1, return the number of all pipelines together. Raise PlanError if the batch cannot be
-        divided without a remainder."""
+        """Return the number of micro-batches that each pipeline processes in a step. `dp`: DP times CP; with 1, return
+        the number of all pipelines together. Raise PlanError if the batch cannot be divided without a remainder."""
         shared = gcd(self.cp, dp)
         size, multiple = self.global_size // shared, self.micro_size * (dp // shared)
         sequences = f"{self.whole.global_size}" + f" x CP {self.cp}" * (shared < self.cp)

@@ -21,13 +21,11 @@ def gated_ffn(hidden: int) -> int:
 def gpt(
     name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **other_keys: Any
 ) -> ModelSpec:
-    """Return a model like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020).
-    It has GELU, LayerNorm, biases and learned positions. `other_keys`: fields of ModelSpec that override these.
-    """
-    gpt_keys = {"ffn": 4 * hidden, "kv_heads": heads, "swiglu": False, "rmsnorm": False, "rope": False, "bias": True}
-    return ModelSpec(
-        name, layers, hidden, heads, vocab, max_positions=positions, tied=tied, **{**gpt_keys, **other_keys}
-    )
+    """Return a model like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020). It has GELU, LayerNorm, biases and
+    learned positions. `other_keys`: fields of ModelSpec that override these."""
+    keys: dict[str, Any] = {"ffn": 4 * hidden, "kv_heads": heads, "max_positions": positions, "tied": tied}
+    keys |= {"swiglu": False, "rmsnorm": False, "rope": False, "bias": True, **other_keys}
+    return ModelSpec(name, layers, hidden, heads, vocab, **keys)
 
 
 def _model(name: str, values: dict[str, Any]) -> ModelSpec:

@@ -37,9 +37,8 @@ class PlanOptions(Checked, where="plan", dotted=True):
     strategy: Annotated[
         str,
         key(
-            "one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across "
-            "fabrics) or hierarchical-dp (pipelines in each pool, or in each node of a "
-            "single one; data parallel across them)",
+            "one-fabric, pipeline (the paper's: data parallel inside a fabric, pipeline across fabrics) or "
+            "hierarchical-dp (pipelines in each pool, or in each node of a single one; data parallel across them)",
             one_of=("auto", *STRATEGIES),
         ),
     ] = "auto"
@@ -71,8 +70,7 @@ class PlanOptions(Checked, where="plan", dotted=True):
         str,
         key(
             "1f1b or interleaved (Megatron-Core's), eager_1f1b (sends and receives in the background) or zero_bubble "
-            "(also computes weight gradients later); "
-            "`ahead`: another name of eager_1f1b",
+            "(also computes weight gradients later); `ahead`: another name of eager_1f1b",
             one_of=("auto", *SCHEDULE_NAMES, *OPTION_NAMES.values()),
         ),
     ] = "auto"

@@ -13,10 +13,8 @@ def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
     value = getattr(instance, former)
     if value is None:
         return
-    are_both_set = getattr(instance, name) is not None
-    ConfigError.refuse(
-        f"{group}.{former}", (are_both_set, f"{group}.{name}, its new name, is also set", "give only the new name")
-    )
+    are_both_set, problem = getattr(instance, name) is not None, f"{group}.{name}, its new name, is also set"
+    ConfigError.refuse(f"{group}.{former}", (are_both_set, problem, "give only the new name"))
     _note_once(f"{group}.{former} is deprecated; use {group}.{name}")
     object.__setattr__(instance, name, value)
     object.__setattr__(instance, former, None)

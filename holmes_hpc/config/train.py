@@ -52,9 +52,8 @@ class TrainConfig(Checked, where="train", dotted=True):
     fp8: Annotated[
         str | None,
         key(
-            "fp8 matrix products with Transformer Engine, scaled by the largest values of "
-            "recent steps (delayed), of the tensor (tensorwise) or of each block (mxfp8, "
-            "Blackwell); null: none",
+            "fp8 matrix products with Transformer Engine, scaled by the largest values of recent steps (delayed), of "
+            "the tensor (tensorwise) or of each block (mxfp8, Blackwell); null: none",
             one_of=("delayed", "tensorwise", "mxfp8"),
         ),
     ] = None
