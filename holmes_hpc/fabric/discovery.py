@@ -29,10 +29,9 @@ SAME_MEMORY = 0.1  # relative tolerance, because the driver reports somewhat les
 
 @dataclass(frozen=True)
 class Probe:
-    """The facts that one probed node gives about all nodes of its kind (:func:`kind_of`).
-
-    `node`: the probed node; `features`: the labels for its NICs; `gpu`, `gpu_memory_gib`: name and memory (GiB) of its
-    first GPU; `gpus`: its number of GPUs; `problem`: one line on why the probe is not usable; empty if it is."""
+    """The facts that one probed node gives about all nodes of its kind (:func:`kind_of`). `node`: the probed node;
+    `features`: the labels for its NICs; `gpu`, `gpu_memory_gib`: name and memory (GiB) of its first GPU; `gpus`: its
+    number of GPUs; `problem`: one line on why the probe is not usable; empty if it is."""
 
     kind: str
     node: str
@@ -63,8 +62,7 @@ class Origin:
 @dataclass(frozen=True)
 class Discovery:
     """A discovered site. `origins`: pool -> the sources of its values; `problems`: one line per failed probe;
-    `unknown_gpus`: pool with an unknown GPU kind -> a line about that kind; `left_out`: lines about nodes in no pool.
-    """
+    `unknown_gpus`: pool with an unknown GPU kind -> a line about it; `left_out`: lines about nodes in no pool."""
 
     site: Site
     origins: Mapping[str, Origin]
@@ -82,10 +80,9 @@ def discover(
     wait_s: int | None = None,
     earlier: Mapping[str, str] | None = None,
 ) -> Discovery:
-    """Return the site that Slurm's nodes form.
-
-    `known`: probes of an earlier run. Node kinds with such a probe are not probed again. `wait_s`: the longest wait for
-    a probe job to start, in seconds; None: run no jobs. `earlier`: node -> its pool in the earlier site file."""
+    """Return the site that Slurm's nodes form. `known`: probes of an earlier run. Node kinds with such a probe are not
+    probed again. `wait_s`: the longest wait for a probe job to start, in seconds; None: run no jobs. `earlier`: node ->
+    its pool in the earlier site file."""
     earlier = earlier or {}
     both_names = {n: (p.name, earlier.get(n, p.name)) for p in listing.grouping.pools for n in p.node_names}
     pool_names = list(dict.fromkeys(name for pair in both_names.values() for name in pair))
@@ -127,9 +124,8 @@ def discover(
             unknown_kind = f"pool {pool.name}: GPU kind {pool.gpu.name} is not known"
             unknown_gpus[pool.name] = f"{unknown_kind}; write {figures} under gpu in the site file"
     left_out = tuple(line for line in grouping.assumptions if ": left out: " in line)
-    return Discovery(
-        Site(listing.cluster, tuple(pools)), origins, tuple(probes.values()), tuple(problems), unknown_gpus, left_out
-    )
+    site = Site(listing.cluster, tuple(pools))
+    return Discovery(site, origins, tuple(probes.values()), tuple(problems), unknown_gpus, left_out)
 
 
 def kind_of(node: SiteNode, partition: str) -> str:
@@ -171,8 +167,7 @@ def _probe(
 
 
 def _job(pool: Pool, nodes: Sequence[SiteNode], settings: NodeSettings, wait_s: int) -> Job:
-    """Return the job that probes an idle node of `nodes`. If none is idle, it probes any node that a job of the pool
-    may get."""
+    """Return the job that probes an idle node of `nodes`; if none is idle, any node that a job of the pool may get."""
     idle = [n for n in nodes if "IDLE" in n.states]
     node = next((n for n in idle if not NOT_ASKED & set(n.states)), next(iter(idle), None))
     options = gpu_option((pool.gres_type or "",), pool.node_gpus or pool.gpus_per_node) if pool.gres else ()
@@ -204,10 +199,9 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
 def _with_features(
     node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None
 ) -> SiteNode:
-    """Return the node with a reading of its features in Slurm and of those that the probe of its kind found.
-
-    `kinds`: node -> kind, for nodes in pools. A node in no pool (a node that is down, for example) takes the first
-    probed kind that it would have in one of its partitions."""
+    """Return the node with a reading of its features in Slurm and of those that the probe of its kind found. `kinds`:
+    node -> kind, for nodes in pools. A node in no pool (a node that is down, for example) takes the first probed kind
+    that it would have in one of its partitions."""
     possible = [kinds[node.name]] if node.name in kinds else [kind_of(node, p) for p in node.partitions]
     features = next((probes[kind].features for kind in possible if kind in probes), ())
     if not features:
@@ -217,7 +211,6 @@ def _with_features(
 
 def _with_trees(pools: Sequence[Pool], nodes: Sequence[SiteNode], topology: Topology) -> list[tuple[Pool, str | None]]:
     """Return (pool, the top switch of its tree) for each pool. The switch is None if it is unknown or does not matter.
-
     It does not matter for Ethernet-only pools, and for pools whose fabric a feature names. Other pools with the same
     NIC type and tree form one fabric. A pool in several trees is split into one part per tree. The jobs of a part
     select its nodes by features if possible; otherwise they exclude the nodes of the other parts by name."""

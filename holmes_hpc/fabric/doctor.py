@@ -30,8 +30,7 @@ SAFE_HETJOBS = (24, 11)  # the first release in which an impossible component ca
 
 
 def _config_cases(config: Config) -> Iterator[tuple[bool, str, str, str]]:
-    """Yield (whether it applies, level, problem, hint) for each Slurm setting that hinders heterogeneous jobs, restarts
-    or accounting."""
+    """Yield (whether it applies, level, problem, hint) for each setting that hinders heterogeneous jobs or restarts."""
     for problem, hint in config.hetjob_obstacles():
         yield True, "error", problem, hint
     version, release = config.version or SAFE_HETJOBS, f"Slurm {config.get('SLURM_VERSION')}"
@@ -196,8 +195,7 @@ def diagnose(config: Config, listing: Listing, facts: Sequence[Facts], env: Mapp
 
 @contextmanager
 def _marker_file() -> Iterator[Path | None]:
-    """Create a temporary file in the folder of the runs, to test whether nodes see it.
-    Yield None if the folder is not writable."""
+    """Create a temporary file in the folder of the runs, to test whether nodes see it; None if it is not writable."""
     folder = next(p for p in (runs_root().absolute(), *runs_root().absolute().parents) if p.is_dir())
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".holmes-shared-") as file:

@@ -24,11 +24,10 @@ DEFAULT = tuple(Path(__file__).with_name(name) for name in ("features.yaml", "gp
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of one feature. Facts that the feature does not state are None, empty or 0.
-
-    `rate`: total rate of the node's RDMA NICs; `port`: rate of one RDMA port; `ethernet`: rate of the node's Ethernet
-    (all in Gb/s); `unsupported`: the fallback for a NIC that this project cannot use; `is_label`: whether the feature
-    is a label of this project; `names`: NICs that it names; `ranks`: CPU ranks of a node without GPUs."""
+    """The meaning of one feature. Facts that the feature does not state are None, empty or 0. `rate`: total rate of the
+    node's RDMA NICs; `port`: rate of one RDMA port; `ethernet`: rate of the node's Ethernet (all in Gb/s);
+    `unsupported`: the fallback for a NIC that this project cannot use; `is_label`: whether the feature is a label of
+    this project; `names`: NICs that it names; `ranks`: CPU ranks of a node without GPUs."""
 
     feature: str
     nic: NicType | None = None
@@ -124,11 +123,9 @@ def _names_in(facts: dict[str, Any]) -> NicNames:
 
 @dataclass(frozen=True)
 class Reading:
-    """The combined meaning of one node's features.
-
-    `nic`: the NIC type; None if the features contradict each other; `rdma_gbps`, `ethernet_gbps`: rates of the node in
-    Gb/s; None if no feature states them; `meanings`: one per feature with a known meaning; `unknown`: the features
-    without one; `assumptions`: one line per assumed fact; `problems`: one line per contradiction."""
+    """The combined meaning of one node's features. `nic`: the NIC type; None if features contradict each other;
+    `rdma_gbps`, `ethernet_gbps`: rates of the node in Gb/s, if stated; `meanings`: one per feature with a known
+    meaning; `unknown`: the other features; `assumptions`, `problems`: a line per assumed fact and per contradiction."""
 
     nic: NicType | None
     rdma_gbps: float | None = None
@@ -168,18 +165,9 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
         elif nic is NicType.ROCE and ethernet is not None and not any(m.is_label and m.ethernet for m in meanings):
             rate = ethernet
             assumptions.append(f"the Ethernet rate {rate:g} Gb/s also serves RoCE; label nic_<rate>g and eth_<rate>g")
-    names = _merge_names(meanings, problems)
-    return Reading(
-        nic,
-        rdma_gbps=rate,
-        ethernet_gbps=ethernet,
-        fabric=fabrics[0] if len(fabrics) == 1 else None,
-        meanings=tuple(meanings),
-        unknown=unknown,
-        assumptions=tuple(assumptions),
-        problems=tuple(problems),
-        names=names,
-    )
+    names, fabric = _merge_names(meanings, problems), fabrics[0] if len(fabrics) == 1 else None
+    texts = {"unknown": unknown, "assumptions": tuple(assumptions), "problems": tuple(problems)}
+    return Reading(nic, rate, ethernet, fabric, tuple(meanings), names=names, **texts)
 
 
 def _merge_names(meanings: list[Meaning], problems: list[str]) -> NicNames:
@@ -203,9 +191,8 @@ def _as_tuple(value: Any) -> tuple[str, ...]:
 
 
 def _nic_type(meanings: list[Meaning], assumptions: list[str], problems: list[str]) -> NicType | None:
-    """Return the NIC type that features name: Ethernet if they name none, None if they contradict each other.
-    Labels of this project override other features, and RDMA types override Ethernet. Lines for the user are added to
-    `assumptions` and `problems`."""
+    """Return the NIC type that features name: Ethernet if they name none, None if they contradict each other. Labels of
+    this project override other features, RDMA types override Ethernet. Lines for the user go to the two lists."""
     label_types = {m.nic for m in meanings if m.nic and m.is_label}
     all_types = {m.nic for m in meanings if m.nic}
     rdma_types = {n for n in all_types if n.rdma}

@@ -76,9 +76,8 @@ def group(
     settings: NodeSettings = NodeSettings(),
 ) -> Grouping:
     """Return the pools of a Slurm cluster. Nodes with the same fabric label and NIC type form a fabric. Nodes without a
-    label form one fabric per NIC type and partition. Nodes of a fabric with the same GPUs and partition form a pool.
-
-    A node is left out if it is down, drained or reserved, is in no open partition, has features of several NIC types or
+    label form one fabric per NIC type and partition. Nodes of a fabric with the same GPUs and partition form a pool. A
+    node is left out if it is down, drained or reserved, is in no open partition, has features of several NIC types or
     fabrics, has only slices of GPUs, has no GPU although other nodes have, or cannot be selected by jobs."""
     notes = _Notes()
     SiteError.refuse_unknown("no partition", settings.partitions, {p.name for p in partitions}, "partitions")
@@ -127,10 +126,9 @@ def _eligible(
 
 
 def _groups(eligible: list[SiteNode], open_: dict[str, Partition], notes: _Notes) -> list[_Group]:
-    """Divide the nodes into groups by fabric label, NIC type and partition. Groups without a label come last.
-
-    A node in several partitions joins the group of the best one (:func:`ranked_partitions`). Without a label, a
-    partition that keeps the remaining nodes selectable takes precedence."""
+    """Divide the nodes into groups by fabric label, NIC type and partition. Groups without a label come last. A node in
+    several partitions joins the group of the best one (:func:`ranked_partitions`). Without a label, a partition that
+    keeps the remaining nodes selectable takes precedence."""
     groups = []
     labels = _by(lambda n: n.reading.fabric, eligible)
     used_names = {label for label, _ in labels}
@@ -274,10 +272,9 @@ def _rate(g: _Group, nodes: list[SiteNode], key: str, assumed: float, notes: _No
 
 
 def constraint(members: Sequence[SiteNode], rivals: Sequence[SiteNode]) -> str | None:
-    """Return a constraint ``a&b`` that all `members` meet and none of the `rivals` meets; None if there is none.
-
-    It consists of the first of these that excludes all rivals: all common NIC and fabric labels of this project, one
-    NIC feature, no feature, one feature, two features, all common features."""
+    """Return a constraint ``a&b`` that all `members` meet and none of the `rivals` meets; None if there is none. It
+    consists of the first of these that excludes all rivals: all common NIC and fabric labels of this project, one NIC
+    feature, no feature, one feature, two features, all common features."""
     common = [f for f in dict.fromkeys(members[0].features) if all(f in m.features for m in members)]
     meanings = {m.feature: m for node in members for m in node.reading.meanings}
     labels = [f for f in common if f in meanings and meanings[f].is_label]

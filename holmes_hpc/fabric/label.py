@@ -143,8 +143,7 @@ def slurm_conf_lines(node_changes: Iterable[Change]) -> list[str]:
 
 
 def update_commands(node_changes: Iterable[Change]) -> list[list[str]]:
-    """Return the `scontrol update` commands for changed nodes. Each command lists all features of its nodes, because
-    Slurm replaces the whole list."""
+    """Return `scontrol update` commands for changed nodes, with all features, because Slurm replaces the list."""
     pairs = ((c.node, (c.target, c.active_target)) for c in node_changes if c.needed)
     commands = []
     for nodes, (available, active) in _by_value(pairs):

@@ -18,8 +18,9 @@ from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.scontrol import Partition, read_config, read_partitions
 
-# Properties of a node that `holmes nodes --json` shows as they are.
+# Properties of a node and of a partition that `holmes nodes --json` shows as they are.
 _NODE_KEYS = ("name", "partitions", "states", "usable", "gpus", "gpu_types", "cpus", "memory_mib", "features")
+_PARTITION_KEYS = ("name", "default", "up", "max_time", "nodes")
 Table = tuple[str, list[str], list[list[Any]], str]  # title, columns, rows, caption
 
 
@@ -38,8 +39,7 @@ class Listing:
         return {node: pool for pool in self.grouping.pools for node in pool.node_names}
 
     def remarks(self, node: SiteNode) -> list[str]:
-        """Return the remarks on a node: why no pool has it, unknown or inactive features, problems, assumptions, and
-        Slurm's reason if the node is not usable."""
+        """Return remarks on a node: why no pool has it, its features, problems and assumptions, Slurm's reason."""
         texts = [self.grouping.left_out[node.name]] if node.name in self.grouping.left_out else []
         if node.reading.unknown:
             texts.append(f"not understood: {', '.join(node.reading.unknown)}")
@@ -96,10 +96,7 @@ class Listing:
             for n in self.nodes
             for pool in [self.pool_of.get(n.name)]
         ]
-        partitions = [
-            {"name": p.name, "default": p.default, "up": p.up, "max_time": p.max_time, "nodes": p.nodes}
-            for p in self.partitions
-        ]
+        partitions = [{key: getattr(p, key) for key in _PARTITION_KEYS} for p in self.partitions]
         return {
             "cluster": self.cluster,
             "pools": pools,

@@ -49,11 +49,9 @@ def matches(value: str, name: str, port: int | None = None) -> bool:
 
 
 def restrict_nics(nics: NodeNics, names: NicNames, env: Mapping[str, str], node: str = "") -> NodeNics:
-    """Return `nics` limited to the NICs that the site names for its jobs or, without names, that `env` allows.
-
-    NCCL's variables in `env` only choose among the usable NICs, which exclude management ports. A variable that allows
-    none of them is ignored here and reported by :func:`refusals`. Raise SiteError if the node lacks an interface or a
-    device that the site names."""
+    """Return `nics` limited to the NICs that the site names for its jobs or, without names, that `env` allows. NCCL's
+    variables in `env` only choose among the usable NICs, without management ports. One that allows none of them is
+    ignored here and reported by :func:`refusals`. Raise SiteError if the node lacks a NIC that the site names."""
     where = f"node {node}" if node else "this node"
     sockets: tuple[str, ...] | None = None
     if names.ethernet is not None:
@@ -207,7 +205,6 @@ CONNECTION_GBPS, THREAD_GBPS = 6.25, 25.0
 
 def socket_settings(gbps: float, senders: int) -> dict[str, str]:
     """Return NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD for `senders` ranks of a node that send `gbps` together.
-
     The result is empty if one connection per rank is enough. NCCL's default then applies: one connection, on some
     clouds more. Each rank sends its share of the rate, over connections of 6.25 Gb/s and threads of 25 Gb/s. These
     figures come from NCCL's documentation of the two variables and were not measured."""

@@ -27,12 +27,10 @@ def natural_key(name: str) -> list[tuple[int, int | str]]:
 
 @dataclass(frozen=True)
 class Nic:
-    """A kernel network interface.
-
-    `type`: IB for an IPoIB interface, RoCE for the interface of a RoCE port, otherwise Ethernet; `address`, `prefix`:
-    its IPv4 address and prefix length; `gbps`: its rate in Gb/s; None if the kernel does not know it; `rdma`: names of
-    the RDMA ports behind it (``mlx5_0:1``); `member_of`: the bond or bridge that it belongs to; `carrier`: False if the
-    interface is on but the other end of its cable is off."""
+    """A kernel network interface. `type`: IB for an IPoIB interface, RoCE for the interface of a RoCE port, otherwise
+    Ethernet; `address`, `prefix`: its IPv4 address and prefix length; `gbps`: its rate in Gb/s; None if the kernel does
+    not know it; `rdma`: names of the RDMA ports behind it (``mlx5_0:1``); `member_of`: the bond or bridge that it
+    belongs to; `carrier`: False if the interface is on but the other end of its cable is off."""
 
     name: str
     type: NicType
@@ -121,13 +119,11 @@ class NodeNics:
 
     def usable_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
         """Return the active RDMA ports of type `nic`, except RoCE ports without a network interface."""
-        return tuple(
-            p for p in self.ports if p.kind == nic.value and p.active and (nic is NicType.IB or p.interface is not None)
-        )
+        active = (p for p in self.ports if p.kind == nic.value and p.active)
+        return tuple(p for p in active if nic is NicType.IB or p.interface is not None)
 
     def compute_ports(self, nic: NicType) -> tuple[RdmaPort, ...]:
         """Return the usable ports for collectives: the ports in `hcas` if it is set, else those with the highest rate.
-
         A slower port of the same type is a storage card or has a bad cable, and would slow NCCL down to its rate. A
         virtual function is left out if its physical function is present, because both share one wire."""
         usable = self.usable_ports(nic)
@@ -162,11 +158,10 @@ class NodeNics:
 
 
 def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
-    """Return the interfaces that could carry `nic` traffic, the best first.
-
-    The criteria, in order of importance: the interface is up, has an address, is not for management, has a high rate,
-    has exactly the type `nic`; then its name. Loopback, container bridges and members of a bond are left out, and IPoIB
-    for Ethernet traffic. For Ethernet traffic, `sockets` overrides this choice if it is set."""
+    """Return the interfaces that could carry `nic` traffic, the best first. The criteria, in order of importance: the
+    interface is up, has an address, is not for management, has a high rate, has exactly the type `nic`; then its name.
+    Loopback, container bridges and members of a bond are left out, and IPoIB for Ethernet traffic. For Ethernet
+    traffic, `sockets` overrides this choice if it is set."""
     if nics.sockets is not None and not nic.rdma:
         possible = [n for n in nics.interfaces if n.name in nics.sockets]
     else:
@@ -182,9 +177,7 @@ def candidates(nics: NodeNics, nic: NicType) -> list[Nic]:
 
 
 def data_interface(nics: NodeNics, nic: NicType, node: str = "") -> Nic:
-    """Return the best interface for `nic` traffic. Raise SiteError unless it is up and has an IPv4 address.
-
-    `node`: the node's name, for the error message."""
+    """Return the best interface for `nic` traffic. Raise SiteError unless it is up and has an IPv4 address."""
     where, ports = f"node {node}" if node else "this node", ", ".join(p.name for p in nics.usable_ports(nic))
     interfaces = candidates(nics, nic)
     if not interfaces:

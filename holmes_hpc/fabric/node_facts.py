@@ -118,7 +118,6 @@ def ask_nodes(
     nodes: Iterable[Node], settings: NodeSettings = NodeSettings(), shared: Path | None = None
 ) -> tuple[list[Facts], list[Finding]]:
     """Ask all idle `nodes` by short jobs. Return their facts, and findings for nodes that were busy or did not answer.
-
     The jobs run this Python, so the nodes must have it, as for training. A node that fails or hangs does not affect
     other nodes. `settings`: the settings of the jobs; `shared`: a file that the nodes should see."""
     partitions, _ = usable_partitions(read_partitions(), settings)
@@ -161,10 +160,8 @@ def answer_limit_s(node_count: int) -> int:
 def propose(
     names: Sequence[str] | None = None, fabric: str | None = None, vocabulary: str | None = None
 ) -> tuple[list[Change], list[Finding]]:
-    """Return (the changes that `holmes label` proposes, findings for nodes that did not answer).
-
-    `names`: host lists of the nodes; by default all idle nodes. `fabric`: the name in an additional label
-    fabric_<name>. It needs `names`, because no node knows its fabric."""
+    """Return (the changes that `holmes label` proposes, findings for nodes that did not answer). `names`: host lists;
+    by default all idle nodes. `fabric`: the name in an additional label fabric_<name>, which needs `names`."""
     nodes = read_nodes()
     hosts = [host for text in names for host in expand(text)] if names else [n.name for n in nodes]
     if fabric is not None and not names:
@@ -208,10 +205,8 @@ def gpu_option(types: Sequence[str], count: int) -> tuple[str, ...]:
 
 
 def ask(jobs: Sequence[Job], settings: NodeSettings, shared: Path | None = None) -> list[tuple[list[Facts], str]]:
-    """Run the jobs at the same time. Return (facts of its nodes, error message; empty on success) for each job.
-
-    Account and QOS default to the values that sbatch would take from the environment. The reservation of `settings`
-    applies only to jobs without `node_names`."""
+    """Run the jobs at the same time. Return (facts of its nodes, error message; empty on success) for each job. Account
+    and QOS default to those of sbatch's environment. The reservation is only for jobs without `node_names`."""
     files = (("--vocabulary", settings.vocabulary), ("--shared", str(shared or "")))
     arguments = [text for option, path in files if path for text in (option, os.path.abspath(path))]
     limit_s = answer_limit_s(sum(len(job.node_names) for job in jobs))

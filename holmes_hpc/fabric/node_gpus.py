@@ -20,9 +20,8 @@ UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200
 
 @dataclass(frozen=True)
 class NodeGpus:
-    """The GPUs of a node. `gpu`: their kind; CPU if the node has none; `count`: number of GPUs, or of CPU ranks on a
-    node without GPUs; `gres_type`: the GPU type that jobs request; None unless GRES names exactly one type;
-    `assumptions`: lines for the user."""
+    """The GPUs of a node. `gpu`: their kind, or CPU; `count`: number of GPUs, or of CPU ranks on a node without GPUs;
+    `gres_type`: the GPU type that jobs request, if GRES names exactly one; `assumptions`: lines for the user."""
 
     gpu: Gpu
     count: int = 0
@@ -72,10 +71,9 @@ def _gpu_feature(node: SiteNode, vocabulary: Vocabulary) -> str:
 
 
 def _gpu_with_memory(name: str, node: SiteNode, vocabulary: Vocabulary) -> tuple[Gpu | None, str | None]:
-    """Return (the GPU that `name` means on this node, an assumption about its memory or None).
-
-    If `name` is unknown, the GPU is None. If `name` does not state the memory size, the node's GRES and features decide
-    (`a100-80gb`, `80gb`), provided that they state only one size. Otherwise the smallest size is assumed."""
+    """Return (the GPU that `name` means on this node, an assumption about its memory or None). If `name` is unknown,
+    the GPU is None. If `name` does not state the memory size, the node's GRES and features decide (`a100-80gb`,
+    `80gb`), provided that they state only one size. Otherwise the smallest size is assumed."""
     gpu = vocabulary.gpu(name)
     kind = _KIND.fullmatch(gpu.name) if gpu else None
     if gpu is None or kind is None:

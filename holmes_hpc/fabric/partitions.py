@@ -63,10 +63,8 @@ def with_associations(settings: NodeSettings, partitions: Sequence[Partition]) -
 def usable_partitions(
     partitions: Sequence[Partition], settings: NodeSettings
 ) -> tuple[dict[str, Partition], list[tuple[Partition, str]]]:
-    """Return ({name: partition} that a job may use, (partition, reason) pairs of the other open partitions).
-
-    A partition for special jobs (such as debug or preemptible jobs) is used only if the user names it, or if it has
-    nodes that no ordinary partition has."""
+    """Return ({name: partition} that a job may use, (partition, reason) pairs of the other open partitions). One for
+    special jobs (debug or preemptible, say) is used only if the user names it, or if only it has some nodes."""
     asked_for = [p for p in partitions if p.up and (not settings.partitions or p.name in settings.partitions)]
     reasons = [(p, _refusal(p, settings)) for p in asked_for]
     allowed = [p for p, reason in reasons if reason is None]
@@ -98,9 +96,8 @@ def _refusal(p: Partition, settings: NodeSettings) -> str | None:
 
 
 def _limit(p: Partition, accounts: Sequence[str], qos: str | None) -> str | None:
-    """Return why the partition does not accept jobs of this account and QOS; None if it accepts them, or if both are
-    unknown. `accounts`: the account and its parents, because recent releases of Slurm admit the children of an allowed
-    account."""
+    """Return why the partition does not accept jobs of this account and QOS; None if it does, or if both are unknown.
+    `accounts`: the account and its parents, because recent Slurm admits the children of an allowed account."""
     allowed, denied = ({name.lower() for name in names} for names in (p.allow_accounts, p.deny_accounts))
     account = accounts[0].lower() if accounts else ""
     cases = (
@@ -164,9 +161,8 @@ def ranked_partitions(
     def reason(p: Partition) -> str:
         if p is best or not (names & set(best.nodes)).issubset(p.nodes):
             return ""
-        return next(
-            reason for (value, reason), (least, _) in zip(criteria(p), criteria(best), strict=True) if value != least
-        )
+        pairs = zip(criteria(p), criteria(best), strict=True)
+        return next(reason for (value, reason), (least, _) in pairs if value != least)
 
     best, *_ = ranked = sorted(options, key=criteria)
     return {p: reason(p) for p in ranked}

@@ -45,7 +45,6 @@ def probe(
     dev: Path | None = None,
 ) -> NodeNics:
     """Return this node's NICs, or those in a copy of its sysfs (`cp -a /sys/class/net /sys/class/infiniband …`).
-
     `ipv4`: interface -> (address, prefix length). The default is this machine's addresses for ``/sys``. It is empty for
     a copy, which holds only the addresses in RoCE GIDs. `read`: the function that reads one file, so that tests can
     imitate read errors of the kernel. `dev`: the folder of device files; the default is ``/dev`` for ``/sys``."""
@@ -58,9 +57,8 @@ def probe(
     verbs = dev is not None and any(dev.glob("infiniband/uverbs*"))
     gpus = tree.gpus()
     ports = [port for device in tree.names("class/infiniband") for port in _read_ports(tree, device, gpus, notes)]
-    interfaces = [
-        _read_interface(tree, name, ports, ipv4) for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")
-    ]
+    names = [name for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")]
+    interfaces = [_read_interface(tree, name, ports, ipv4) for name in names]
     interfaces.sort(key=lambda n: natural_key(n.name))
     ports.sort(key=lambda p: (natural_key(p.device), p.port))
     nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4), verbs)

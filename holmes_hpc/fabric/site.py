@@ -89,11 +89,9 @@ _ALWAYS_WRITTEN = ("rdma_gbps", "constraint", "node_names", "gres")
 
 @dataclass(frozen=True)
 class Pool(Checked, where="pool {0.name}", error=SiteError):
-    """Nodes of one fabric that have the same GPUs, NICs, partition and constraint.
-
-    Pools with the same `fabric` form that fabric: their nodes reach each other by RDMA, or by Ethernet if `nic` is
-    ethernet. A pool with an empty `fabric` is a fabric by itself, with the pool's name. Rates are those of one node, in
-    Gb/s (1e9 bit/s). `rdma_gbps` is None if `nic` is ethernet."""
+    """Nodes of one fabric that have the same GPUs, NICs, partition and constraint. Pools with the same `fabric` form
+    that fabric: their nodes reach each other by RDMA, or by Ethernet if `nic` is ethernet. A pool with an empty
+    `fabric` is one by itself. Rates are those of one node, in Gb/s (1e9 bit/s). `rdma_gbps` is None without RDMA."""
 
     name: Annotated[str, key("name of the pool")]
     nic: Annotated[NicType, key("NIC type of its fast traffic", one_of=tuple(NicType))]
@@ -119,9 +117,9 @@ class Pool(Checked, where="pool {0.name}", error=SiteError):
     fabric: Annotated[str, key("name of its fabric; empty: that of the pool")] = ""
     exclude: Annotated[str, key("nodes that its jobs must not get, if no feature excludes them: gpu[5-8]")] = ""
     gres_type: Annotated[str | None, key("type of its GPUs in Slurm's GRES, which jobs request")] = None
-    rdma_efficiency: Annotated[
-        float | None, key("share of rdma_gbps that payload reaches; null: that of the NIC type", gt=0, le=1)
-    ] = None
+    rdma_efficiency: Annotated[float | None, key("payload's share of rdma_gbps; null: as its NIC type", gt=0, le=1)] = (
+        None
+    )
 
     def __post_init__(self) -> None:
         if self.nic in tuple(NicType):
@@ -266,11 +264,9 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return next((link for link in self.links if frozenset(link.between) == {sender, receiver}), None)
 
     def rate_gbps(self, transport: str, sender: Pool, receiver: Pool | None = None, nodes: float = 1) -> float:
-        """Return the nominal rate (efficiency 1), in Gb/s, from one node of `sender` to one node of `receiver`.
-
-        `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `receiver`: None
-        means `sender`. `nodes`: the number of nodes of `sender` that send to `receiver` at the same time. They share
-        the link's `total_gbps` equally."""
+        """Return the nominal rate (efficiency 1), in Gb/s, from one node of `sender` to one of `receiver` (None:
+        `sender`). `transport`: ``rdma``, ``tcp``, or ``local`` (the rate of one GPU to its peers in the node). `nodes`:
+        the nodes of `sender` that send to `receiver` at the same time. They share the link's `total_gbps` equally."""
         link = self._link_used(transport, sender, receiver)
         if transport == "rdma":
             return min(pool.data_gbps for pool in (sender, receiver or sender))

@@ -250,9 +250,8 @@ def _warnings(pools: Sequence[Pool]) -> Iterator[str]:
 
 
 def _data_sheet_warnings(gpu: Gpu, kind: Gpu) -> Iterator[str]:
-    """Yield warnings about figures of `gpu` that are far from the data sheet of its `kind`.
-    NVLink rates are often quoted in GB/s, for one direction or for both; peaks with sparsity are twice the dense ones.
-    """
+    """Yield warnings about figures of `gpu` that are far from the data sheet of its `kind`. NVLink rates are often
+    quoted in GB/s, for one direction or for both; peaks with sparsity are twice the dense ones."""
     link_ratio = gpu.intra_node_gbps / kind.intra_node_gbps
     if any(abs(link_ratio * divisor - 1) < 0.02 for divisor in (8, 4)):
         rate = f"intra_node_gbps of {gpu.name} is {gpu.intra_node_gbps:g}"

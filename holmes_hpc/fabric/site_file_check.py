@@ -46,12 +46,8 @@ def changes_since_written(path: str, site: Site) -> list[str]:
 def _candidates(pool: Pool, nodes: Iterable[Node]) -> list[Node]:
     """Return the nodes that Slurm may give to a pool without node names."""
     may_meet = matcher(pool.constraint)
-    return [
-        node
-        for node in nodes
-        if pool.partition in node.partitions and may_meet(frozenset(node.features))
-        if not pool.gres_type or pool.gres_type in node.gpu_types
-    ]
+    in_partition = [n for n in nodes if pool.partition in n.partitions and may_meet(frozenset(n.features))]
+    return [n for n in in_partition if not pool.gres_type or pool.gres_type in n.gpu_types]
 
 
 def _contradictions(pool: Pool, members: Sequence[Node], gpus: Mapping[str, str], rerun_hint: str) -> Iterator[Case]:

@@ -43,10 +43,8 @@ def probes_of(record: Mapping[str, Any]) -> list[Probe]:
 
 
 def site_text(discovery: Discovery, node_names: Sequence[str], record: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return (the text of the site file, lines about failed probes and unknown GPU kinds).
-
-    `node_names`: all nodes of Slurm; `record`: content of the file from an earlier run. Manual edits of that file stay:
-    changed values, and added or removed fabrics and pools."""
+    """Return (the text of the site file, lines about failed probes and unknown GPU kinds). `node_names`: all nodes of
+    Slurm; `record`: the file of an earlier run, whose manual edits stay: changed values, added or removed parts."""
     site, before = discovery.site, record.get("found", {})
     names = _lasting_names(site.pools, before.get("pools") or [])
     origins = {names[name]: origin for name, origin in discovery.origins.items()}
@@ -165,9 +163,8 @@ def _pool_lines(part: _Part, origin: Origin | None) -> Iterator[str]:
 
 def _plain(value: Any) -> Any:
     """Return data as YAML reads it back, with whole numbers as integers."""
-    return json.loads(
-        json.dumps(value), parse_float=lambda text: int(float(text)) if text.endswith(".0") else round(float(text), 2)
-    )
+    text = json.dumps(value)
+    return json.loads(text, parse_float=lambda t: int(float(t)) if t.endswith(".0") else round(float(t), 2))
 
 
 def _flow(value: Any) -> str:
