@@ -97,28 +97,19 @@ def _times(plan: Plan, predicted: Predicted, steps: int | None) -> list[str]:
     days = rates["days"] if steps is not None else 1e9 / rates["tokens_per_s"] / 86400
     length = f"{steps:,} steps ({rates['tokens']:.3g} tokens)" if steps is not None else "1e+09 tokens"
     spread = f" ({duration(days * low / seconds)} to {duration(days * high / seconds)})" if predicted.interval_s else ""
-    return [
-        f"Step time: {rounded(seconds)} s{interval}, {predicted.samples_per_s:.4g} samples/s,"
-        f" {rates['tokens_per_s']:,.0f} tokens/s",
-        f"Duration: {length} take {duration(days)}{spread}",
-    ]
+    speed = f"{predicted.samples_per_s:.4g} samples/s, {rates['tokens_per_s']:,.0f} tokens/s"
+    return [f"Step time: {rounded(seconds)} s{interval}, {speed}", f"Duration: {length} take {duration(days)}{spread}"]
 
 
 def _memory(plan: Plan, predicted: Predicted, notes: Iterable[str]) -> str:
     """Return the line on the memory of the fullest GPU. It names the pool if GPUs differ in memory."""
     gib_of = {c.pool: plan.site.pool(c.pool).gpu.memory_gib for c in plan.components}
-    used_gib, gib, stage, pool = max(
-        (
-            (used / 2**30, gib_of[c.pool], stage, c.pool)
-            for stage, used in enumerate(predicted.memory_bytes_per_gpu)
-            for c in plan.components
-            if stage in c.stages
-        ),
-        key=lambda part: part[0] / part[1],
-    )
+    used_gib = [used / 2**30 for used in predicted.memory_bytes_per_gpu]
+    stages = [(used_gib[stage], gib_of[c.pool], stage, c.pool) for c in plan.components for stage in c.stages]
+    used, gib, stage, pool = max(stages, key=lambda row: (row[0] / row[1], -row[2]))
     suffix = f" of pool {pool}" if len(set(gib_of.values())) > 1 else ""
     misfit = "".join(f"; {note}" for note in notes if note.startswith("it does not fit"))
-    return f"Memory: {used_gib:.3g} of {gib:g} GiB per GPU, on stage {stage}{suffix}{misfit}"
+    return f"Memory: {used:.3g} of {gib:g} GiB per GPU, on stage {stage}{suffix}{misfit}"
 
 
 def _best_improvement(plan: Plan, gains: Sequence[tuple[float, str]]) -> str:
@@ -166,10 +157,8 @@ def _drawing(plan: Plan) -> list[str]:
     lines, shares = list[str](), _shares(plan)
     for index, part in enumerate(plan.components):
         pool = plan.site.pool(part.pool)
-        lines.append(
-            f"+-- {part.pool}: {counted(part.nodes, 'node')} x {part.gpus_per_node} {pool.gpu.name}, {pool.nic}"
-            f" {pool.data_gbps:g} Gb/s, partition {part.partition}"
-        )
+        nodes = f"{counted(part.nodes, 'node')} x {part.gpus_per_node} {pool.gpu.name}"
+        lines.append(f"+-- {part.pool}: {nodes}, {pool.nic} {pool.data_gbps:g} Gb/s, partition {part.partition}")
         if part.pool in shares:
             lines.append(f"|   {shares[part.pool]}")
         rows = [([s], f"stage {s}: {_stage(plan, s, part.gpus_per_node)}") for s in part.stages]
@@ -232,18 +221,15 @@ def _stage_parts(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
     """Return one line per stage with its parts of the step. Empty unless the plan has 2 to MAX_STAGES_LISTED stages."""
     if not 1 < plan.parallel.pp <= MAX_STAGES_LISTED:
         return []
-    total = predicted.step_time_s
-    stages = stage_breakdown_of(plan, costs)
-    shares = [
-        ", ".join(f"{PART_NAMES[n]} {s / total:.1%}" for n, s in stage.items() if s > ROUNDING_ERROR * total)
-        for stage in stages
-    ]
-    return [f"  stage {number}: {text}" for number, text in enumerate(shares)]
+    lines, total = list[str](), predicted.step_time_s
+    for number, seconds in enumerate(stage_breakdown_of(plan, costs)):
+        shares = (f"{PART_NAMES[n]} {s / total:.1%}" for n, s in seconds.items() if s > ROUNDING_ERROR * total)
+        lines.append(f"  stage {number}: {', '.join(shares)}")
+    return lines
 
 
 def _per_stage_gain(plan: Plan, predicted: Predicted) -> list[str]:
-    """Return the line on what per-stage TP/DP or unequal shares gain over the best layout without them.
-    Empty if the plan uses neither."""
+    """Return the line on what per-stage TP/DP or unequal shares gain over the best layout without them."""
     if not plan.is_per_stage or not plan.alternatives:
         return []
     best = plan.alternatives[0]
@@ -313,8 +299,7 @@ def _with_remedy(part: str) -> str:
 
 
 def _improvements(plan: Plan, predicted: Predicted, costs: Costs) -> list[tuple[float, str]]:
-    """Return (relative gain in samples/s, change) for each change, the largest gain first. Each is made alone, in this
-    layout."""
+    """Return (relative gain in samples/s, change) for each single change of this layout, the largest gain first."""
 
     def gain_of_faster(rate: str, *names: str) -> float:
         pools = (replace(f, **{rate: 2 * getattr(f, rate)}) if f.name in names else f for f in plan.site.pools)
@@ -362,11 +347,8 @@ def _more_nodes(plan: Plan, predicted: Predicted, costs: Costs) -> Iterable[tupl
 def _runner_up(alternative: dict[str, Any]) -> str:
     sizes = " ".join(f"{k.upper()} {n}" for k, n in alternative["parallel"].items() if k != "virtual_stages")
     nodes = ", ".join(f"{n} x {f}" for f, n in alternative["nodes"].items())
-    return (
-        f"- {alternative['strategy']}, {nodes}: {sizes}, layers "
-        f"{abbreviated(alternative['layers_per_stage'], '+')}, {schedule_kind(alternative['schedule']).label}: "
-        f"{alternative['why_not']}"
-    )
+    layers, schedule = abbreviated(alternative["layers_per_stage"], "+"), schedule_kind(alternative["schedule"]).label
+    return f"- {alternative['strategy']}, {nodes}: {sizes}, layers {layers}, {schedule}: {alternative['why_not']}"
 
 
 def _too_close(plan: Plan) -> list[str]:

@@ -68,24 +68,19 @@ def site(config: Configuration) -> Site:
 
 def node_settings(config: Configuration) -> NodeSettings:
     """Return the settings for reading Slurm's nodes: the site's vocabulary of features, and the partitions to use."""
-    names = config.partitions or ()
+    names, pools = config.partitions or (), {k: pool for k, pool in (config.slurm.pools or {}).items() if pool}
     return NodeSettings(
         vocabulary=config.vocabulary,
         partitions=(names,) if isinstance(names, str) else tuple(names),
         **{name: getattr(config.slurm, name) for name in ("account", "qos", "reservation", "setup")},
         job_options=config.slurm.job_options(),
-        pools={
-            name: PoolJob(pool.job_options(), pool.setup, pool.python or "")
-            for name, pool in (config.slurm.pools or {}).items()
-            if pool
-        },
+        pools={name: PoolJob(pool.job_options(), pool.setup, pool.python or "") for name, pool in pools.items()},
     )
 
 
 def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapping[str, Any] | None = None) -> Costs:
     """Return the cost model of a configuration, with the emulated compute of `config` or otherwise of `plan`.
-    `software_fields`: values for fields of :class:`Software`; they override the values that follow from
-    `config.train`."""
+    `software_fields`: fields of :class:`Software` that override those that follow from `config.train`."""
     path, train = config.calibration, config.train
     calibration = read_calibration(path, plan or config) if path else NO_CALIBRATION
     facts = Software.facts_of(train, plan.transport_mode if plan else config.plan.transport)
@@ -108,9 +103,8 @@ def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
         if path.endswith(".csv"):
             return from_csv(read_text(path), target.model, target.batch)
         data = read_yaml(path)
-        calibration = (
-            from_sailor(data, target.model, target.batch) if is_sailor_profile(data) else Calibration.from_dict(data)
-        )
+        is_sailor = is_sailor_profile(data)
+        calibration = from_sailor(data, target.model, target.batch) if is_sailor else Calibration.from_dict(data)
         calibration.refuse_other_models(target.model)
         return calibration
     except HolmesError as e:
@@ -118,8 +112,7 @@ def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
 
 
 def pace(config: Configuration, plan: Plan | None) -> float | None:
-    """Return the emulated time of a layer's forward pass in ms, as set in `config` or otherwise in `plan`.
-    None if neither emulates compute."""
+    """Return the emulated ms of a layer's forward pass in `config` or otherwise `plan`; None if neither sets it."""
     configured = config.train.pace_layer_ms
     return configured if configured is not None or plan is None else plan.pace_layer_ms
 
@@ -150,13 +143,8 @@ def _observed(record: RunDirectory, calibration: str | None) -> ObservedRun:
     if len(steps) < 2:
         raise RecordError(f"fewer than {WARM_UP + 2} steps", where=str(record.path), hint="let it run longer")
     stage_times = zip(*([float(stage["compute_s"]) for stage in step["breakdown"]] for step in steps), strict=True)
-    return ObservedRun(
-        record.name,
-        plan,
-        costs(replace(config, calibration=calibration), plan),
-        median(float(step["step_time_s"]) for step in steps),
-        tuple(median(times) for times in stage_times),
-    )
+    step_s, compute_s = median(float(step["step_time_s"]) for step in steps), tuple(map(median, stage_times))
+    return ObservedRun(record.name, plan, costs(replace(config, calibration=calibration), plan), step_s, compute_s)
 
 
 def make_plan(
@@ -217,10 +205,8 @@ def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
     uses_this_cpu = config.local and config.site_file is None and plan.site.pools[0].gpu.is_cpu
     if not uses_this_cpu or plan.pace_layer_ms or plan.world_size <= cores:
         return []
-    return [
-        f"{counted(plan.world_size, 'rank')} share {counted(cores, 'core')} of this machine: steps take longer than "
-        "predicted"
-    ]
+    shared = f"{counted(plan.world_size, 'rank')} share {counted(cores, 'core')} of this machine"
+    return [f"{shared}: steps take longer than predicted"]
 
 
 def with_gpu(target_site: Site, name: str) -> Site:

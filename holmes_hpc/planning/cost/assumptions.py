@@ -25,15 +25,12 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
             notes += _calibration_notes(layout, pool)
         else:
             suffix = "; the calibration has other GPUs" if any(f.parts for f in calibration.fabrics) else ""
-            notes.append(
-                f"compute times of {gpu.name} from published figures ({gpu.peak_tflops:g} TFLOP/s peak,"
-                f" fitted efficiency), not measured{suffix}"
-            )
+            figures = f"published figures ({gpu.peak_tflops:g} TFLOP/s peak, fitted efficiency)"
+            notes.append(f"compute times of {gpu.name} from {figures}, not measured{suffix}")
             if not gpu.is_cpu and not kind(gpu).known:
-                notes.append(
-                    f"no kernel table for {gpu.name}: its shares of the peak are assumed; tables exist for "
-                    + ", ".join(sorted(k.name for k in kinds()))
-                )
+                known_kinds = ", ".join(sorted(k.name for k in kinds()))
+                problem = f"no kernel table for {gpu.name}: its shares of the peak are assumed"
+                notes.append(f"{problem}; tables exist for {known_kinds}")
         if not gpu.has_bf16 and layout.costs.dtype is None:
             notes.append(f"{gpu.name} has no bf16: train.dtype=auto means fp16 for the whole run, with loss scaling")
         elif not gpu.has_bf16 and layout.costs.dtype == "bf16":
@@ -61,10 +58,8 @@ def _tcp_window_notes(layout: Layout) -> Iterator[str]:
         bytes_per_s = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
         connections = math.ceil(bytes_per_s / window_rate(a, delay_s)) if delay_s else 0
         if connections > layout.edge_connections:
-            yield (
-                f"{a.pool} to {b.pool}: TCP windows of 3 MiB limit transfers at a delay of {delay_s * 1e3:g} ms;"
-                f" plan.edge_connections={connections} uses the link's full rate"
-            )
+            limit = f"TCP windows of 3 MiB limit transfers at a delay of {delay_s * 1e3:g} ms"
+            yield f"{a.pool} to {b.pool}: {limit}; plan.edge_connections={connections} uses the link's full rate"
 
 
 def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
@@ -73,15 +68,11 @@ def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
     assert measured is not None
     if measured.fabric and measured.fabric != pool.name:
         yield f"layer times on {pool.name} assumed as measured on {measured.fabric}, with the same GPUs"
-    gpu_kinds = {f.gpu.name for f in layout.pools.values()}
+    gpu_kinds = sorted({f.gpu.name for f in layout.pools.values()})
     if not measured.fabric and not measured.gpu and len(gpu_kinds) > 1:
-        yield (
-            f"the calibration names no GPU kind, the site has {' and '.join(sorted(gpu_kinds))}: calibrate again"
-            " (profiles and files of earlier releases may lack it)"
-        )
-    measured_tps = {p.tp for p in measured.parts if p.part == "layer"}
-    if measured_tps and layout.parallel.tp not in measured_tps:
-        yield (
-            f"layers at TP {layout.parallel.tp} estimated from TP {', '.join(map(str, sorted(measured_tps)))}, with"
-            f" collectives added; to measure them: `holmes calibrate plan.tp={layout.parallel.tp}`"
-        )
+        problem = f"the calibration names no GPU kind, the site has {' and '.join(gpu_kinds)}"
+        yield f"{problem}: calibrate again (profiles and files of earlier releases may lack it)"
+    tp, measured_tps = layout.parallel.tp, sorted({p.tp for p in measured.parts if p.part == "layer"})
+    if measured_tps and tp not in measured_tps:
+        source = f"TP {', '.join(map(str, measured_tps))}, with collectives added"
+        yield f"layers at TP {tp} estimated from {source}; to measure them: `holmes calibrate plan.tp={tp}`"

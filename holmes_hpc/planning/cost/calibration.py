@@ -65,9 +65,8 @@ class MeasuredPool(Checked, where="calibration"):
             yield True, f"unknown link {name!r}", nearest(name, LINKS), "calibration.links"
 
     def has_gpu(self, gpu: Gpu) -> bool:
-        """Return whether the measured GPUs are of the kind of `gpu`.
-        Measurements that name neither `gpu` nor `device` match every kind. An unknown `device` matches every kind but
-        CPUs."""
+        """Return whether the measured GPUs are of the kind of `gpu`. Measurements that name neither `gpu` nor `device`
+        match every kind. An unknown `device` matches every kind but CPUs."""
         if gpu.name == self.gpu or not (self.gpu or self.device):
             return True
         measured, site = _gpu_kind(self.gpu) or _gpu_kind(self.device), _gpu_kind(gpu.name) or gpu.name
@@ -111,8 +110,7 @@ class Calibration(Checked, where="calibration"):
         return json.loads(json.dumps(data))  # tuples become lists
 
     def best_match(self, pool: Pool) -> MeasuredPool | None:
-        """Return the measurements on `pool` if there are any, otherwise those on a pool with GPUs of the same kind.
-        None without either."""
+        """Return the measurements on `pool`, else those on a pool with GPUs of the same kind, else None."""
         return next(iter(self._matches(pool)), None)
 
     def parts(self, pool: Pool, part: str, hidden: int) -> list[MeasuredPart]:
@@ -131,14 +129,12 @@ class Calibration(Checked, where="calibration"):
         sources = self._matches(pool)
         if network != "local":
             sources += [m for m in self.fabrics if m not in sources]
-        return next(
-            (m.links[name] for name in (f"{network}.{collective}", network) for m in sources if name in m.links), None
-        )
+        names = f"{network}.{collective}", network
+        return next((m.links[name] for name in names for m in sources if name in m.links), None)
 
     def with_measured_links(self, site: Site) -> Site:
-        """Return `site` with measured links between its fabrics in place of stated ones.
-        The site's assumptions note every large difference. `total_gbps` of a link is kept, because a measurement
-        between two nodes does not give it."""
+        """Return `site` with measured links between its fabrics in place of stated ones; its assumptions note large
+        differences. A link keeps its `total_gbps`, which a measurement between two nodes does not give."""
         names, links = {f.name for f in site.pools}, {frozenset(link.between): link for link in site.links}
         measured_links = {
             pair: replace(b, total_gbps=links[pair].total_gbps) if pair in links else b
@@ -159,20 +155,14 @@ class Calibration(Checked, where="calibration"):
         """Raise ConfigError if layers were measured with another emulated time or another type of weights."""
         if not any(f.parts for f in self.fabrics):
             return
-        ConfigError.refuse(
-            "calibration",
-            (
-                self.pace_layer_ms != pace_layer_ms,
-                f"calibration has {_pace_text(self.pace_layer_ms)}, the run has {_pace_text(pace_layer_ms)}",
-                f"set train.pace_layer_ms={self.pace_layer_ms or 'null'} (predict: --pace-layer-ms), or"
-                f" calibrate again with {_pace_text(pace_layer_ms)}",
-            ),
-            (
-                dtype and self.dtype and dtype != self.dtype,
-                f"calibration has dtype={self.dtype}, the run has dtype={dtype}",
-                f"set train.dtype={self.dtype}, or calibrate again",
-            ),
-        )
+        problem = f"calibration has {_pace_text(self.pace_layer_ms)}, the run has {_pace_text(pace_layer_ms)}"
+        hint = f"set train.pace_layer_ms={self.pace_layer_ms or 'null'} (predict: --pace-layer-ms)"
+        hint += f", or calibrate again with {_pace_text(pace_layer_ms)}"
+        ConfigError.refuse("calibration", (self.pace_layer_ms != pace_layer_ms, problem, hint))
+        problem = f"calibration has dtype={self.dtype}, the run has dtype={dtype}"
+        has_other_dtype = dtype and self.dtype and dtype != self.dtype
+        hint = f"set train.dtype={self.dtype}, or calibrate again"
+        ConfigError.refuse("calibration", (has_other_dtype, problem, hint))
 
     def refuse_other_models(self, model: ModelSpec) -> None:
         """Raise ConfigError if no measured layer has the shape of the model's layers. Emulated layers have no shape."""

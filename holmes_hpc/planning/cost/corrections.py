@@ -56,9 +56,8 @@ def fit_corrections(runs: Sequence[ObservedRun]) -> CorrectionFit:
     """Fit corrections to `runs`, which must not be empty."""
     transports = {g.transport for r in runs for g in r.plan.transports()}
     gpus = {r.plan.site.pool(c.pool).gpu for r in runs if not r.costs.pace_layer_ms for c in r.plan.components}
-    names = sorted(
-        {*(("compute", gpu.name) for gpu in gpus), *(("rates", str(t.nic)) for t in transports if t.nic is not None)}
-    )
+    networks = {str(t.nic) for t in transports if t.nic is not None}
+    names = sorted({*(("compute", gpu.name) for gpu in gpus), *(("rates", network) for network in networks)})
     logs = np.zeros(len(names))
     first_residuals = _residuals(runs, names, logs)
     slopes = _slopes(runs, names, logs, first_residuals)
@@ -71,18 +70,12 @@ def fit_corrections(runs: Sequence[ObservedRun]) -> CorrectionFit:
         logs = np.clip(logs + np.clip(change, -1, 1), -MAX_LOG_FACTOR, MAX_LOG_FACTOR)
         if np.abs(change).max(initial=0.0) < 1e-4:
             break
-    steps = len(runs)  # the residuals of steps come first
-    error_before, error_after = (
-        float(np.mean(np.abs(np.expm1(r[:steps])))) for r in (first_residuals, _residuals(runs, names, logs))
-    )
+    errors = np.abs(np.expm1([first_residuals, _residuals(runs, names, logs)]))
+    error_before, error_after = errors[:, : len(runs)].mean(axis=1).tolist()  # the residuals of steps come first
     corrections = _corrections(names, logs * is_identified)
-    return CorrectionFit(
-        replace(corrections, notes=tuple(_notes(corrections, runs, error_before, error_after))),
-        len(runs),
-        error_before,
-        error_after,
-        tuple(name for (_, name), identified in zip(names, is_identified, strict=True) if not identified),
-    )
+    notes = tuple(_notes(corrections, runs, error_before, error_after))
+    unidentified = tuple(name for (_, name), identified in zip(names, is_identified, strict=True) if not identified)
+    return CorrectionFit(replace(corrections, notes=notes), len(runs), error_before, error_after, unidentified)
 
 
 def _notes(corrections: Corrections, runs: Sequence[ObservedRun], error_before: float, error_after: float) -> list[str]:

@@ -51,8 +51,7 @@ class Costs:
     gradients in the buffers and on the wire; None: fp32. `early_step`: "stage" for optimizer steps before the gradient
     norm is known. `software`: the training program's behaviour; a GPU kind may
     override its attention and norms. `stack`: the efficiencies of kernels and links on unmeasured GPUs. `corrections`:
-    factors of compute times and link rates, fitted to a site's own runs.
-    """
+    factors of compute times and link rates, fitted to a site's own runs."""
 
     calibration: Calibration = NO_CALIBRATION
     pace_layer_ms: float | None = None
@@ -138,9 +137,8 @@ class Costs:
         ep: int = 1,
         etp: int = 1,
     ) -> Seconds:
-        """Return the seconds of (forward, backward) of one layer, without the all-to-alls of experts, for one
-        micro-batch on one of `tp` ranks of `pool`. Recomputation counts as backward. With emulated compute, only `full`
-        adds time."""
+        """Return the seconds of (forward, backward) of a layer, without the all-to-alls of experts, for one micro-batch
+        on one of `tp` ranks of `pool`. Recomputation counts as backward; in emulated compute, only `full` does."""
         gpu, shape = pool.gpu, LayerShape(model, batch, tp, sequence_parallel, recompute, ep, etp)
         if self.pace_layer_ms:
             forward, backward = self._paced_s(shape, pool)
@@ -275,10 +273,9 @@ class Costs:
         for p in (p for p in rows if p.tp == nearest_tp):
             row_sequence = p.sequence or sequence
             modelled_s, comm_s = modelled_part(p.tokens, row_sequence, nearest_tp, p.sequence_parallel, p.flops)
-            compute_s = tuple(
-                max(s - t, MIN_COMPUTE_SHARE * s) for s, t in zip((p.forward_s, p.backward_s), comm_s, strict=True)
-            )
-            ratios.append(((row_sequence, p.tokens), (compute_s[0] / modelled_s[0], compute_s[1] / modelled_s[1])))
+            passes = zip((p.forward_s, p.backward_s), comm_s, modelled_s, strict=True)
+            forward, backward = (max(s - t, MIN_COMPUTE_SHARE * s) / modelled for s, t, modelled in passes)
+            ratios.append(((row_sequence, p.tokens), (forward, backward)))
         modelled_s, comm_s = modelled_part(shape.tokens, sequence, shape.tp, shape.sequence_parallel)
         forward, backward = (
             interpolate([(row, r[i]) for row, r in ratios], (sequence, shape.tokens)) * modelled_s[i] + comm_s[i]
@@ -318,9 +315,8 @@ class Costs:
         }[part]
 
     def _all_reduce_s(self, shape: LayerShape, pool: Pool) -> float:
-        """Return the seconds of an all-reduce of tokens x hidden elements over the TP ranks.
-        Sequence parallelism sends as many bytes. If the link is not measured, GPUs use the figures of :class:`Stack`
-        and CPUs use GLOO_LINKS."""
+        """Return the seconds of an all-reduce of tokens x hidden elements over the TP ranks. Sequence parallelism sends
+        as many bytes. If the link is not measured, GPUs use the figures of :class:`Stack` and CPUs use GLOO_LINKS."""
         gpu, tp = pool.gpu, shape.tp
         if tp == 1:
             return 0.0

@@ -39,9 +39,8 @@ def optimizer_share(layout: Layout, layers: np.ndarray, count: np.ndarray) -> np
 
 
 def joined_bytes(model: ModelSpec, parallel: Parallel, element: float) -> float:
-    """Return the bytes of the copies that a rank makes to compute the matrix products of all its experts together.
-    It copies the experts' first matrices of one layer, and their gradients. Only half precision (`element`: 2 bytes)
-    needs copies."""
+    """Return the bytes of the copies that a rank makes to multiply by the matrices of all its experts together: the
+    first matrices of one layer's experts, and their gradients. Only half precision (`element` 2) needs copies."""
     count = model.experts.count // parallel.ep
     widths = (2 if model.swiglu else 1) * model.ffn_width * model.hidden
     return 2 * element * count * widths / parallel.etp if count > 1 and element == 2 else 0.0
@@ -54,11 +53,10 @@ def ep_nodes(layout: Layout, component: Component) -> int:
 
 
 def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool) -> float:
-    """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass.
-
-    The bytes are tokens with their probabilities (fp32), and results. The backward pass sends as many. All experts are
-    assumed to get equally many tokens. `between_nodes`: the other rank is on another node. Software may then send a
-    token only once for all experts on that node (``software.deduplicated``)."""
+    """Return the bytes that a rank sends to each other rank of its EP group in a layer's forward pass. The bytes are
+    tokens with their probabilities (fp32), and results. The backward pass sends as many. All experts are assumed to get
+    equally many tokens. `between_nodes`: the other rank is on another node. Software may then send a token only once
+    for all experts on that node (``software.deduplicated``)."""
     p, m = layout.parallel, layout.model
     copies: float = m.active_ffns  # number of times that each token is sent
     if between_nodes and layout.costs.software.deduplicated:
@@ -69,9 +67,8 @@ def bytes_to_each_rank(layout: Layout, component: Component, between_nodes: bool
 
 
 def _gathered_tensors(layout: Layout, component: Component) -> np.ndarray:
-    """Return the bytes of the tensors that an EP group's ranks gather, and of those that they reduce and scatter, in a
-    layer's (forward, backward) pass, (2, 2): tokens, their probabilities (fp32), their map and results (fp32).
-    Every rank gets the tokens of all ranks."""
+    """Return the bytes of the tensors that an EP group gathers, and of those that it reduces and scatters, in a layer's
+    (forward, backward) pass, (2, 2): all ranks' tokens, their probabilities (fp32), their map and results (fp32)."""
     p, m, costs = layout.parallel, layout.model, layout.costs
     tokens = layout.batch.micro_size * layout.batch.sequence_length // p.tp * p.expert_ranks
     hidden, scores = m.hidden * costs.weight_bytes(layout.pool(component).gpu), 4 * m.experts.count
@@ -80,8 +77,7 @@ def _gathered_tensors(layout: Layout, component: Component) -> np.ndarray:
 
 
 def gathered_bytes(layout: Layout, component: Component) -> np.ndarray:
-    """Return the bytes that a rank sends to the next one in the ring of its EP group, in a layer's (forward, backward)
-    pass, (2,)."""
+    """Return the bytes that a rank sends around its EP group's ring in a layer's (forward, backward) pass, (2,)."""
     library, ranks = layout.costs.collectives(layout.pool(component).gpu), layout.parallel.expert_ranks
     factors = np.array([library.all_gather, library.ring_reduce_scatter])
     return factors @ _gathered_tensors(layout, component) * (ranks - 1) / ranks

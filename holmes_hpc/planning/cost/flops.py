@@ -95,8 +95,7 @@ def layer_flops(m: ModelSpec, tokens: int, sequence: int) -> float:
 
 
 def head_flops(m: ModelSpec, tokens: int, tp: int = 1) -> float:
-    """Return the forward FLOPs of the output matrix with padded vocabulary.
-    The embedding is a look-up without FLOPs."""
+    """Return the forward FLOPs of the output matrix with padded vocabulary (the embedding has none)."""
     return 2.0 * tokens * m.hidden * m.padded_vocab(tp)
 
 

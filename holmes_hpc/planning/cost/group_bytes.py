@@ -26,10 +26,8 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
     component_of = {c.pool: c for c in layout.components}
     micro_batches = layout.batch.micro_batches(1)
     is_grid = p.is_grid(micro_batches)
-    routes = () if is_grid else p.routes(micro_batches)
-    edge_counts = Counter(
-        (s, *pair) for s in range(len(routes) - 1) for pair in zip(routes[s], routes[s + 1], strict=True)
-    )
+    edges = enumerate(pairwise(() if is_grid else p.routes(micro_batches)))
+    edge_counts = Counter((s, *pair) for s, routes in edges for pair in zip(*routes, strict=True))
     for group in groups(p, micro_batches, layout.model.tied, layout.model.experts.count > 0):
         transport = layout.transport_rule.of_members([place_of[rank] for rank in group.ranks])
         if transport.kind == "local":
@@ -77,13 +75,10 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         elif group.kind == "inter_dp":
             senders = first_rank_per_node(group.ranks, place_of)
             amount = factors.all_reduce * (n - 1) / n * float(count[stage]) * costs.gradient_size / layout.intra_dp_size
+        group_transport = GroupTransport(group.kind, group.ranks, transport, group.stages)
         for rank in group.ranks if peer_bytes else senders if amount else ():
             peers = sum(place_of[peer] != place_of[rank] for peer in group.ranks) if peer_bytes else 0
-            yield (
-                GroupTransport(group.kind, group.ranks, transport, group.stages),
-                rank,
-                float(amount + peers * peer_bytes),
-            )
+            yield group_transport, rank, float(amount + peers * peer_bytes)
 
 
 def first_rank_per_node(ranks: Sequence[int], place_of: Sequence[Place]) -> tuple[int, ...]:

@@ -57,15 +57,8 @@ def kind(gpu: Gpu) -> Kind:
         for table in kinds():
             if name.lower().startswith(table.name):
                 return table
-    return Kind(
-        gpu.name,
-        max(1, round(gpu.peak_tflops / 2.9)),
-        gpu.peak_tflops * 1e3 / FLOPS_PER_BYTE,
-        gpu.peak_tflops / 2,
-        0.66,
-        0.4,
-        known=False,
-    )
+    sms, memory_gbps = max(1, round(gpu.peak_tflops / 2.9)), gpu.peak_tflops * 1e3 / FLOPS_PER_BYTE
+    return Kind(gpu.name, sms, memory_gbps, gpu.peak_tflops / 2, product=0.66, flash=0.4, known=False)
 
 
 Share = Annotated[float, key("factor of a table's figure, a bandwidth or a count", gt=0)]
@@ -93,8 +86,7 @@ class Stack(Checked, where="stack"):
     github.com/VIA-Research/vTrain, trace/a100, f8dda84).
 
     Shares of the nominal rate: `local`, `ib`, `roce`: of collectives inside a node, over InfiniBand, and over other
-    RDMA; `transfer`: of stage transfers over RDMA.
-    """
+    RDMA; `transfer`: of stage transfers over RDMA."""
 
     product: Share = 0.9396
     memory: Share = 0.85
@@ -124,9 +116,8 @@ STACK = Stack()
 
 
 def _alignment_factor(width: int) -> float:
-    """Return the slowdown of a matrix product with a dimension of `width` bytes.
-    Multiples of 128 bytes are fastest. If `width` is not a multiple of 16 bytes, at most a third of the speed remains
-    (see the guide above)."""
+    """Return the slowdown of a matrix product with a dimension of `width` bytes. Multiples of 128 bytes are fastest. If
+    `width` is not a multiple of 16 bytes, at most a third of the speed remains (see the guide above)."""
     return 1.0 if width % 128 == 0 else 1.15 if width % 16 == 0 else 3.0
 
 
@@ -199,6 +190,5 @@ class Device:
 
     def ring_s(self, sent_bytes: float, ranks: int, calls: float = 1.0) -> float:
         """Return the seconds of `calls` collectives inside a node, in which a rank sends `sent_bytes` in all."""
-        return sent_bytes / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local) + calls * (
-            self.stack.ring_s + ranks * self.stack.rank_s
-        )
+        latency_s = self.stack.ring_s + ranks * self.stack.rank_s
+        return sent_bytes / (self.gpu.intra_node_gbps * 1e9 / 8 * self.stack.local) + calls * latency_s

@@ -121,11 +121,9 @@ class LayerTimes:
         return sum(f for f, _ in products), sum(b for _, b in products)
 
     def ffn_products(self, fp8: bool = False) -> list[Seconds]:
-        """Return the seconds of (forward, backward) of each matrix product of the FFN.
-
-        They are up (with the gate) and down: of a dense FFN or the shared experts first, then of the routed experts.
-        A rank holds 1/`etp` of the width of 1/`ep` of the routed experts, each of which gets equally many tokens.
-        """
+        """Return the seconds of (forward, backward) of each matrix product of the FFN. They are up (with the gate) and
+        down: of a dense FFN or the shared experts first, then of the routed experts. A rank holds 1/`etp` of the width
+        of 1/`ep` of the routed experts, each of which gets equally many tokens."""
         shape, m, experts = self.shape, self.shape.model, self.shape.model.experts
         products = self._up_and_down(m.tp_ffn // shape.tp, shape.tokens, fp8) if m.tp_ffn else []
         if experts.count:
@@ -177,10 +175,9 @@ class LayerTimes:
         return max(compute_s[0], forward), max(compute_s[1], backward)
 
     def moved(self) -> Seconds:
-        """Return the seconds of memory-bound operations.
-        These are norms, residuals with dropout, the activation, rotary positions or biases. The elements per token
-        scale with the hidden width, the FFN's width, and the widths of queries and keys. TP splits all but those of
-        the hidden width, which only sequence parallelism splits."""
+        """Return the seconds of memory-bound operations. These are norms, residuals with dropout, the activation,
+        rotary positions or biases. The elements per token scale with the hidden width, the FFN's width, and the widths
+        of queries and keys. TP splits all but those of the hidden width, which only sequence parallelism splits."""
         shape, m, d, s = self.shape, self.shape.model, self.device, self.software
         unfused = not s.fused_elementwise
         residual = 3 + (1 / d.element + (2 if unfused else 0) if m.dropout else 0) + (2 if unfused and m.bias else 0)
@@ -190,10 +187,8 @@ class LayerTimes:
         split_elements = ffn_passes * m.active_width + rotary_elements * ((5.0 if unfused else 2.0) if m.rope else 2.0)
         split_elements += rotary_elements * self.norm_bytes / d.element if m.qk_norm else 0
         split_elements += permuted_elements(m) * shape.etp
-        token_bytes = (hidden_bytes + split_elements * d.element / shape.tp) * (
-            d.stack.unfused_elementwise if unfused else 1
-        )
-        forward = d.moved_s(shape.tokens * token_bytes)
+        token_bytes = hidden_bytes + split_elements * d.element / shape.tp
+        forward = d.moved_s(shape.tokens * token_bytes * (d.stack.unfused_elementwise if unfused else 1))
         return forward, 2 * forward
 
     def selective_s(self) -> float:
@@ -218,9 +213,8 @@ class LayerTimes:
         return all_reduce_s(self.device, self.shape)
 
     def exposed(self, products: Seconds) -> Seconds:
-        """Return the seconds of a layer's TP collectives that do not overlap with matrix products.
-        With overlap, a collective is split into one piece per rank. Each piece overlaps with the product of the
-        previous piece."""
+        """Return the seconds of a layer's TP collectives that do not overlap with matrix products. With overlap, a
+        collective is split into one piece per rank. Each piece overlaps with the product of the previous piece."""
         comm_s = self.all_reduce()
         expert_only = not self.shape.model.tp_ffn  # TP never splits routed experts
         seconds = (2 - expert_only) * comm_s, (self.software.backward_reductions - expert_only) * comm_s
@@ -231,16 +225,11 @@ class LayerTimes:
 
     def kernels(self) -> int:
         """Return the number of kernels in a layer's forward pass."""
-        s, unfused = self.software, 0 if self.software.fused_elementwise else KERNELS_UNFUSED
-        tp, experts = self.shape.tp, self.shape.model.experts.count
-        return (
-            KERNELS
-            + KERNELS_ATTENTION[self.attention]
-            + unfused
-            + (0 if s.fused_norm else 2 * KERNELS_NORM)
-            + (KERNELS_TP + tp // 2 if tp > 1 else 0)
-            + (KERNELS_ROUTER + experts // self.shape.ep * KERNELS_EXPERT if experts else 0)
-        )
+        software, tp, experts = self.software, self.shape.tp, self.shape.model.experts.count
+        count = KERNELS + KERNELS_ATTENTION[self.attention] + (KERNELS_TP + tp // 2 if tp > 1 else 0)
+        count += 0 if software.fused_elementwise else KERNELS_UNFUSED
+        count += 0 if software.fused_norm else 2 * KERNELS_NORM
+        return count + (KERNELS_ROUTER + experts // self.shape.ep * KERNELS_EXPERT if experts else 0)
 
     def accumulated(self, weights: int) -> float:
         """Return the seconds of accumulating weight gradients: write and read them, read and write their sum.
@@ -281,9 +270,8 @@ class LayerTimes:
             logits *= tp
             gather_s = d.ring_s((tp - 1) / tp * logits * d.element, tp) + d.streamed_s(2.0 * logits * d.element)
         loss_s = d.streamed_s(logits * d.stack.loss_bytes)
-        return forward + loss_s + gather_s, backward + loss_s + self.all_reduce() + self.accumulated(
-            head_parameters(m, tp)
-        )
+        backward += self.all_reduce() + self.accumulated(head_parameters(m, tp))
+        return forward + loss_s + gather_s, backward + loss_s
 
 
 @lru_cache(maxsize=16384)

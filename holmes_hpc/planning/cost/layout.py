@@ -60,11 +60,10 @@ def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layo
 class Layout:
     """A :class:`Plan` without its layers per stage, and the costs that apply.
 
-    `memo`: cached results that depend on the placement of ranks; all variants of a layout (:meth:`with_settings`)
-    share it. `pool_memo`: cached results that depend only on pools; layouts that differ only in components, schedule,
+    `memo`: cached results that depend on the placement of ranks; all variants of a layout (:meth:`with_settings`) share
+    it. `pool_memo`: cached results that depend only on pools; layouts that differ only in components, schedule,
     recomputation, virtual stages and buckets may share it. With per-stage TP/DP, the costs of each stage come from a
-    uniform layout with the TP and DP of that stage (:attr:`views`).
-    """
+    uniform layout with the TP and DP of that stage (:attr:`views`)."""
 
     model: ModelSpec
     batch: Batch
@@ -114,17 +113,12 @@ class Layout:
     def of(cls, plan: Plan, costs: Costs) -> Layout:
         grad_dtype, early_step = costs.grad_dtype or plan.grad_dtype, costs.early_step or plan.early_step
         costs = replace(costs, grad_dtype=grad_dtype, early_step=early_step)
-        return cls(
-            site=costs.calibration.with_measured_links(plan.site),
-            costs=costs,
-            batch=plan.parts,
-            **{name: getattr(plan, name) for name in PLAN_FIELDS},
-        )
+        fields = {name: getattr(plan, name) for name in PLAN_FIELDS}
+        return cls(site=costs.calibration.with_measured_links(plan.site), costs=costs, batch=plan.parts, **fields)
 
     @cached_property
     def is_per_stage(self) -> bool:
-        """Return whether stages differ in TP or DP, or replicas of one stage in their number of micro-batches.
-        Always False for a hierarchical layout."""
+        """True if stages differ in TP or DP, or replicas in their micro-batches; never if hierarchical."""
         return not self.is_hierarchical and not self.parallel.is_grid(self.batch.micro_batches(1))
 
     @cached_property
@@ -166,9 +160,8 @@ class Layout:
     @property
     @memoised("recompute")
     def views(self) -> tuple[Layout, ...]:
-        """For each stage of a layout with per-stage TP/DP, a uniform layout with the TP and DP of that stage.
-        Only the costs of that stage are used. Every replica of the uniform layout computes as many micro-batches as
-        the stage's busiest replica."""
+        """For each stage of a layout with per-stage TP/DP, a uniform layout with its TP and DP, of which only that
+        stage's costs are used. Every replica there computes as many micro-batches as the stage's busiest replica."""
         return tuple(self._view(stage) for stage in range(self.parallel.pp))
 
     def _view(self, stage: int) -> Layout:

@@ -54,15 +54,14 @@ class StageMemory:
 
 
 def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[float, float]:
-    """Return the activation bytes of one layer and micro-batch on one rank: (held from forward to backward pass,
-    in addition during the layer's backward pass).
+    """Return the activation bytes of one layer and micro-batch on one rank: (held from forward to backward pass, in
+    addition during the layer's backward pass).
 
     On a CPU, Megatron-Core's own modules keep each tensor that autograd saves (benchmarks/planner_memory.py). On a GPU,
     Transformer Engine's modules are fused, and fused attention keeps one number per row of scores. Unfused operations
     on a GPU also keep tensors: norms and the softmax in fp32, and those of separate rotary and gate operations.
     Selective recomputation keeps only the inputs of the parts that it repeats. Buffers of CP's ring do not count,
-    because they exist only after the FFN's larger tensors are freed.
-    """
+    because they exist only after the FFN's larger tensors are freed."""
     software, batch, tp = costs.software_on(gpu), shape.batch, shape.tp
     tokens, sequence, element = shape.tokens, batch.sequence_length, costs.weight_bytes(gpu)
     fused = software.flash and not gpu.is_cpu
@@ -99,9 +98,8 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
     scores = m.heads * (4 if flash else sequence * (element + dropout_bytes + fp32_extra))  # fused: one number per row
     total = tokens * (hidden_bytes / shape.norm_split + ((attention + queries + ffn) * element + scores) / tp)
     total += 0 if flash else sequence * sequence  # the causal mask, one for all heads and sequences
-    gradients = (
-        tokens * (3 * m.active_width * element + (0 if flash else m.heads * sequence * (element + fp32_extra))) / tp
-    )
+    score_gradients = 0 if flash else m.heads * sequence * (element + fp32_extra)
+    gradients = tokens * (3 * m.active_width * element + score_gradients) / tp
     if shape.recompute == "full":
         return tokens * h * element / shape.norm_split, total + gradients  # only the input is held
     if shape.recompute == "selective":
@@ -199,9 +197,8 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
             held += DEFERRED_SHARE * np.minimum(layout.order.deferred, layout.order.micro_batches)
         activations = activations[:, :, 0] * held
     else:
-        activations = np.stack(
-            [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)], axis=1
-        )
+        of_stages = [(activations[:, s] @ held_passes(layout.order, s).T).max(axis=1) for s in range(p.pp)]
+        activations = np.stack(of_stages, axis=1)
     transfer = tokens * m.hidden / shape.norm_split * element
     activations[:, 0] += transfer[0] * layout.order.depths[0] * (1 if m.dropout else 0)  # the embedding's
     logits = tokens * m.padded_vocab(p.tp) / (1 if costs.software.gathered_logits else p.tp)
@@ -238,9 +235,8 @@ def max_layers(
     It counts only weights, gradients, activations, and optimizer state (sharded over `shards` ranks) of layers.
     `depth`: passes in flight per chunk of each stage, (S,). `max_gib`: see :func:`capacity`."""
     held_bytes, _ = layer_activation_bytes(shape, costs, gpu)
-    layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep * shape.etp) * (
-        costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
-    )
+    parameter_bytes = costs.weight_bytes(gpu) + costs.gradient_size + moment_bytes(costs, gpu) / shards
+    layer_bytes = layer_parameters(shape.model, shape.tp, shape.ep * shape.etp) * parameter_bytes
     if costs.software.sharding in ("gradients", "full"):
         layer_bytes = 0.0
     free_bytes = capacity(gpu, max_gib) - (0 if gpu.is_cpu else CUDA_BYTES)

@@ -26,8 +26,7 @@ class ReplicaTimes:
     of (reducing gradients, gathering parameters), each as (per parameter, per bucket), (2, 2, S). `fsdp`: seconds of
     (gathering parameters, reducing gradients) in every pass under FSDP, each as (per parameter, per call). `experts`:
     as `sync`, for the weights of experts. `shares_nic`: whether the gradients of a stage and its transfers up use the
-    same NIC, (S,).
-    """
+    same NIC, (S,)."""
 
     down: np.ndarray
     up: np.ndarray
@@ -149,13 +148,10 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring for collectives of `ranks` ranks on `nodes` nodes of `component`.
-
-    `sharing`: number of such rings that leave a node, each of them once. `pairs`: further (from, to) pairs of
-    components that the ring connects. Each step of the ring waits for its slowest connection. `senders`: number of
-    nodes of a component that send to the other component of a pair at the same time, each in a different ring. These
-    nodes share the `total_gbps` of the link.
-    """
+    """A ring for collectives of `ranks` ranks on `nodes` nodes of `component`. `sharing`: number of such rings that
+    leave a node, each of them once. `pairs`: further (from, to) pairs of components that the ring connects. Each step
+    of the ring waits for its slowest connection. `senders`: number of nodes of a component that send to the other
+    component of a pair at the same time, each in a different ring. These nodes share the `total_gbps` of the link."""
 
     layout: Layout
     component: Component
@@ -167,10 +163,9 @@ class Ring:
     senders: float = 1
 
     def seconds(self, op: str, factor: float, size: float) -> np.ndarray:
-        """Return the seconds of a collective: (per `size` bytes of the complete tensor, per call), (2,).
-
-        Each of n ranks sends `factor` * (n-1)/n of the tensor, in `factor` * (n-1) steps. Each step has a latency.
-        `op`: the collective's name among the links of a calibration."""
+        """Return the seconds of a collective: (per `size` bytes of the complete tensor, per call), (2,). Each of n
+        ranks sends `factor` * (n-1)/n of the tensor, in `factor` * (n-1) steps. Each step has a latency. `op`: the
+        collective's name among the links of a calibration."""
         layout, component, ranks = self.layout, self.component, self.ranks
         if ranks == 1:
             return np.zeros(2)
@@ -193,9 +188,8 @@ def _fsdp_times(layout: Layout, component: Component, reduction: Transport, node
     The columns are per parameter and per call."""
     costs, ring = layout.costs, Ring(layout, component, reduction, layout.intra_dp_size, nodes, layout.parallel.tp)
     weight_bytes = costs.weight_bytes(layout.pool(component).gpu)
-    return np.array(
-        [ring.seconds("all_gather", 1.0, weight_bytes), ring.seconds("reduce_scatter", 1.0, costs.gradient_size)]
-    )
+    gather_s = ring.seconds("all_gather", 1.0, weight_bytes)
+    return np.array([gather_s, ring.seconds("reduce_scatter", 1.0, costs.gradient_size)])
 
 
 def _across_instances(layout: Layout, component: Component) -> np.ndarray:
@@ -288,11 +282,10 @@ def by_stage(
 ) -> np.ndarray:
     """Return the value of `compute` for the component of each stage, (S,) or (S, values).
     It must depend only on the component's pool, because it is cached by `name` and pool."""
-    stages, ranges = layout.replicas[replica], layout.stage_ranges[replica]
-    values = np.array(
-        [layout.pool_memo.of(*name, stages[first].pool, compute=partial(compute, stages[first])) for first, _ in ranges]
-    )
-    return np.repeat(values, [end - first for first, end in ranges], axis=0)
+    ranges = layout.stage_ranges[replica]
+    components = [layout.replicas[replica][first] for first, _ in ranges]
+    values = [layout.pool_memo.of(*name, c.pool, compute=partial(compute, c)) for c in components]
+    return np.repeat(np.array(values), [end - first for first, end in ranges], axis=0)
 
 
 @memoised()

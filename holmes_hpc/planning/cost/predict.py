@@ -88,9 +88,8 @@ def limit_s(compute_s: Sequence[float], speeds: Sequence[float]) -> float:
 
 
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
-    """Return the model TFLOP/s of one GPU of each kind in a step of `seconds`.
-    The FLOPs of a kind are those of the layers on its stages and, if it has the last stage, of the head. They are
-    divided by the number of its GPUs."""
+    """Return the model TFLOP/s of one GPU of each kind in a step of `seconds`. The FLOPs of a kind are those of the
+    layers on its stages and, if it has the last stage, of the head. They are divided by the number of its GPUs."""
     p, model, batch = plan.parallel, plan.model, plan.batch
     tokens = batch.global_size * batch.sequence_length
     layer = partial(layer_flops, tokens=tokens, sequence=batch.sequence_length)
@@ -128,11 +127,8 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
         short = min(order.micro_batches, sum(rounds(order, ACCURATE)))
         simulated = _replica_events(layout, times, replica, replace(order, micro_batches=short))
         scale = order.micro_batches / short
-    after = {
-        "grad_sync_s": times.tied + times.norm,
-        "param_sync_s": float(times.gather[0].max()),
-        "optimizer_s": float(times.optimizer[0]) + times.overhead,
-    }
+    after = {"grad_sync_s": times.tied + times.norm, "param_sync_s": float(times.gather[0].max())}
+    after["optimizer_s"] = float(times.optimizer[0]) + times.overhead
     simulated_end_s = max(e["end_s"] for e in simulated if e["kind"] != "send")
     rows = grouped((e["stage"], e) for e in simulated)
     parts_of_row = {row: _row_parts(row_events, simulated_end_s, end_s, scale) for row, row_events in rows}
@@ -226,9 +222,8 @@ def _event_order(event: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def chrome_trace(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return events of :func:`timeline` as a Chrome trace, which Perfetto reads. Its times are in microseconds.
-
-    The events of a `process` (by default: of a stage) are one process of the trace. Its threads are computing, waiting,
+    """Return events of :func:`timeline` as a Chrome trace, which Perfetto reads. Its times are in microseconds. The
+    events of a `process` (by default: of a stage) are one process of the trace. Its threads are computing, waiting,
     synchronizing, and one for each kind of transfer."""
     pids, tids, entries = dict[str, int](), dict[tuple[int, str], int](), list[dict[str, Any]]()
 
@@ -263,6 +258,5 @@ def slowest_parts(extra_s: Mapping[str, float]) -> str:
     `extra_s`: the seconds by which each part of the step is longer than in the best plan."""
     first, second = sorted(extra_s, key=lambda name: -extra_s[name])[:2]
     text = f"{PART_NAMES[first]} takes {rounded(extra_s[first])} s longer"
-    return text + (
-        f", {PART_NAMES[second]} {rounded(extra_s[second])} s" if extra_s[second] >= extra_s[first] / 3 > 0 else ""
-    )
+    is_long = extra_s[second] >= extra_s[first] / 3 > 0
+    return f"{text}, {PART_NAMES[second]} {rounded(extra_s[second])} s" if is_long else text

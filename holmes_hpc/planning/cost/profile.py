@@ -69,10 +69,8 @@ def from_sailor(data: Mapping[Any, Any], model: ModelSpec, batch: Batch) -> Cali
             problem = f"profile has {last - 1} layers, {model.name} has {model.layers}"
             ConfigError.refuse(where, (last - 1 != model.layers, problem, _MODEL_HINT))
             layer_times = [median(times[i][column] for i in range(1, last)) for column in range(3)]
-            rows += [
-                Row(part, int(tp), int(micro_size), *seconds)
-                for part, seconds in (("layer", layer_times), ("embedding", times[0]), ("head", times[last]))
-            ]
+            seconds_of: dict[str, Any] = {"layer": layer_times, "embedding": times[0], "head": times[last]}
+            rows += [Row(part, int(tp), int(micro_size), *seconds) for part, seconds in seconds_of.items()]
     return _calibration(rows, model, batch)
 
 
@@ -129,13 +127,6 @@ def _measured_part(row: Row, rows: list[Row], model: ModelSpec, batch: Batch) ->
     larger = [r for r in alike if r.micro_size >= row.micro_size]
     sequence = row.sequence or batch.sequence_length
     tokens = row.micro_size * sequence
-    return MeasuredPart(
-        row.part,
-        model.hidden,
-        tokens,
-        row.tp,
-        part_flops(model, row.part, tokens, sequence, row.tp),
-        forward_s=min(r.forward_s for r in larger),
-        backward_s=min(r.backward_s for r in larger),
-        sequence=sequence,
-    )
+    forward_s, backward_s = min(r.forward_s for r in larger), min(r.backward_s for r in larger)
+    flops = part_flops(model, row.part, tokens, sequence, row.tp)
+    return MeasuredPart(row.part, model.hidden, tokens, row.tp, flops, forward_s, backward_s, sequence)

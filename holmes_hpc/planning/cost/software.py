@@ -24,8 +24,7 @@ class Software(Checked, where="software"):
     the receivers gather the parts (Megatron-LM's scatter/gather optimisation of 2021). `recompute_parts`: parts of a
     layer that selective recomputation repeats (Megatron-Core's recompute_modules). `recompute_layers`: number of layers
     per chunk that full recomputation repeats (recompute_num_layers of Megatron-Core's block method).
-    `backward_reductions`: 2 if matrix products with the same input are fused, more if gate or query are separate.
-    """
+    `backward_reductions`: 2 if matrix products with the same input are fused, more if gate or query are separate."""
 
     attention: Annotated[str, key("implementation of attention", one_of=ATTENTION)] = "flash"
     fused_norm: Annotated[bool, key("a norm is one kernel")] = True

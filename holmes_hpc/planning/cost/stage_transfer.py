@@ -71,12 +71,9 @@ def stage_transfer_cost(plan: Plan, costs: Costs) -> StageTransferCost | None:
 def _exposed_s(layout: Layout, layers: np.ndarray) -> float:
     """Return the seconds that stage transfers add to the step."""
     times = timing(layout, layers)
+    without_transfers = [replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) for d in times.replicas]
     ends = []
-    for is_free in (False, True):  # True: stage transfers take no time
-        replicas = [
-            replace(d, down=0 * d.down, up=0 * d.up, last_up=d.last_up - d.up) if is_free else d for d in times.replicas
-        ]
-        ends.append(
-            max(float(step_seconds(layout.order, d, nic)[0]) for d, nic in zip(replicas, times.one_nic, strict=True))
-        )
+    for replicas in (times.replicas, without_transfers):
+        pairs = zip(replicas, times.one_nic, strict=True)
+        ends.append(max(float(step_seconds(layout.order, d, nic)[0]) for d, nic in pairs))
     return ends[0] - ends[1]

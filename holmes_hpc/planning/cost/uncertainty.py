@@ -31,9 +31,8 @@ class Spread(Checked, where="uncertainty"):
 
 @dataclass(frozen=True)
 class Uncertainty(Checked, where="uncertainty"):
-    """The prediction errors of published runs that were left out of the fit of the constants.
-    `sets`, `generations`: errors if a run's set, or its generation of GPUs, was left out. `attention`: by generation,
-    the attention kernels of the runs."""
+    """The prediction errors of published runs that were left out of the fit of the constants. `sets`, `generations`: if
+    a run's set, or its generation of GPUs, was left out. `attention`: by generation, its runs' attention kernels."""
 
     sets: Spread
     generations: Spread
@@ -48,8 +47,7 @@ def measured() -> Uncertainty:
 
 
 def _reasons(layout: Layout) -> Iterator[tuple[float, str]]:
-    """Yield (factor, cause) for each reason to widen the interval. Factor 0 stands for the wider spread
-    `Uncertainty.generations`."""
+    """Yield (factor, cause) for each reason to widen the interval; factor 0: use the wider `generations`."""
     table = measured()
     for gpu in {layout.pool(c).gpu: None for c in layout.components}:
         figures, attention = kind(gpu), layout.costs.software_on(gpu).attention

@@ -240,8 +240,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return [ranks.ravel().tolist() for ranks in self.grid()]
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
-        """Return (stage, replica, TP rank) of a global rank, or (stage, replica, CP rank x TP + TP rank) if stages
-        differ in CP."""
+        """Return (stage, replica, TP rank) of a rank; if stages differ in CP, (…, CP rank x TP + TP rank)."""
         if self.order == HIERARCHICAL_ORDER:
             return rank // self.tp % self.pp, rank // (self.tp * self.pp), rank % self.tp
         stage = next(s for s, end in enumerate(self._first_ranks[1:]) if rank < end)
@@ -267,12 +266,8 @@ class Parallel(Checked, where="parallel", error=PlanError):
         return [list(islice(pipelines, n // (self.tp * self.pp))) for n in ranks]
 
 
-_NEWER = {
-    "ep": 1,
-    "cp_comm": "ring",
-    "ep_comm": "alltoall",
-    "etp": 1,
-}  # fields that older versions lack, and their defaults
+# Fields that older versions lack, and their defaults.
+_NEWER = {"ep": 1, "cp_comm": "ring", "ep_comm": "alltoall", "etp": 1}
 _UNIFORM_ONLY: dict[str, Any] = {name: 1 for name in ("virtual_stages", "optimizer_instances", "ep", "etp", "cp")}
 _UNIFORM_ONLY |= {"order": PIPELINE_ORDER, "distributed_optimizer": True, "cp_comm": "ring"}
 
@@ -318,33 +313,28 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
     one."""
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
-    yield from _group("world", np.arange(parallel.world_size), tuple(range(pp)))
+    yield from _groups("world", np.arange(parallel.world_size)[None], range(pp))
     for s, ranks in enumerate(grid):
         rows, cp = ranks.reshape(-1, parallel.tp_of(s)), parallel.cp_of(s)
-        for row in rows:
-            yield from _group("tp", row, (s,))
-        for row in rows.reshape(-1, cp, rows.shape[1]).swapaxes(1, 2).reshape(-1, cp):
-            yield from _group("cp", row, (s,))
+        yield from _groups("tp", rows, [s])
+        yield from _groups("cp", rows.reshape(-1, cp, rows.shape[1]).swapaxes(1, 2).reshape(-1, cp), [s])
         for column in rows.T:
-            yield from _group("dp", column, (s,))
+            yield from _groups("dp", column[None], [s])
             if parallel.optimizer_instances > 1:
                 blocks = column.reshape(parallel.optimizer_instances, -1)
-                for block in blocks:
-                    yield from _group("intra_dp", block, (s,))
-                for across in blocks.T:
-                    yield from _group("inter_dp", across, (s,))
+                yield from _groups("intra_dp", blocks, [s])
+                yield from _groups("inter_dp", blocks.T, [s])
         if has_experts:
             blocks = ranks.reshape(-1, parallel.expert_ranks)
-            for kind, members in (("ep", blocks), ("expt_dp", blocks.T)):
-                for row in members:
-                    yield from _group(kind, row, (s,))
+            yield from _groups("ep", blocks, [s])
+            yield from _groups("expt_dp", blocks.T, [s])
     if is_grid:
         yield from _pipeline_groups(np.stack(grid))
         if has_experts and parallel.expert_ranks > 1 and pp > 1:
-            for block in np.stack(grid).reshape(pp, -1, parallel.expert_ranks).swapaxes(0, 1):
-                yield from _group("tp_ep_pp", block, tuple(range(pp)))
+            across_stages = np.stack(grid).reshape(pp, -1, parallel.expert_ranks).swapaxes(0, 1)
+            yield from _groups("tp_ep_pp", across_stages, range(pp))
     elif tied and pp > 1:
-        yield from _group("embd", np.concatenate([grid[0].ravel(), grid[-1].ravel()]), (0, pp - 1))
+        yield from _groups("embd", np.concatenate([grid[0].ravel(), grid[-1].ravel()])[None], [0, pp - 1])
     edges = [(s, s + 1) for s in range(pp - 1)]
     if parallel.virtual_stages > 1 and pp > 2:
         edges.append((pp - 1, 0))
@@ -355,9 +345,11 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
                 yield Group("edge", (int(grid[s][a, i]), int(grid[t][b, j])), (s, t))
 
 
-def _group(kind: str, ranks: np.ndarray, stages: tuple[int, ...]) -> Iterator[Group]:
-    if ranks.size > 1:
-        yield Group(kind, tuple(sorted(ranks.ravel().tolist())), stages)
+def _groups(kind: str, rows: np.ndarray, stages: Iterable[int]) -> Iterator[Group]:
+    """Yield a group for each of `rows` that has more than one rank."""
+    for ranks in rows:
+        if ranks.size > 1:
+            yield Group(kind, tuple(sorted(ranks.ravel().tolist())), tuple(stages))
 
 
 def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
@@ -365,11 +357,11 @@ def _pipeline_groups(grid: np.ndarray) -> Iterator[Group]:
     pp, dp, tp = grid.shape
     for d in range(dp):
         if tp > 1:
-            yield from _group("mp", grid[:, d], tuple(range(pp)))
+            yield from _groups("mp", grid[None, :, d], range(pp))
         for t in range(tp):
-            yield from _group("pp", grid[:, d, t], tuple(range(pp)))
+            yield from _groups("pp", grid[None, :, d, t], range(pp))
             if pp > 1:
-                yield from _group("embd", grid[[0, pp - 1], d, t], (0, pp - 1))
+                yield from _groups("embd", grid[None, [0, pp - 1], d, t], [0, pp - 1])
 
 
 def abbreviated(values: Iterable[object], separator: str = ", ") -> str:

@@ -14,10 +14,9 @@ from holmes_hpc.schema import Checked, check, key
 
 @dataclass(frozen=True)
 class Schedule(Checked, where="schedule", error=PlanError):
-    """A pipeline schedule. `kind`: one of SCHEDULE_NAMES. The other fields have one number per stage. `in_flight`: the
-    most micro-batches whose activations it holds (chunk passes if interleaved). Only with zero_bubble: `deferred`: the
-    number of backward passes by which weight passes lag behind; `final`: the number of weight passes left for the end
-    of the step."""
+    """A pipeline schedule. `kind`: one of SCHEDULE_NAMES. The others have a number per stage. `in_flight`: the most
+    micro-batches whose activations it holds (chunk passes if interleaved). Only with zero_bubble: `deferred`: the
+    backward passes by which weight passes lag behind; `final`: the weight passes left for the end of the step."""
 
     kind: Annotated[str, key("name of the pipeline schedule", one_of=SCHEDULE_NAMES)]
     in_flight: tuple[int, ...]
@@ -79,11 +78,10 @@ def lacks_layers(chunks: Sequence[Sequence[int]]) -> bool:
 
 @dataclass(frozen=True)
 class Predicted(Checked, where="predicted", error=PlanError):
-    """The predicted performance of a plan. Times in seconds.
-
-    `nic_bytes_per_step`: {fabric name or ``ethernet``: payload bytes that all nodes together send over such NICs}.
-    `breakdown`: seconds of the step by part, for the stage that computes longest. `interval_s`: the 90% interval (low,
-    high) of the step time, if known. `share_of_limit`: ratio of the throughput to that of a step without waiting."""
+    """The predicted performance of a plan. Times in seconds. `nic_bytes_per_step`: {fabric name or ``ethernet``:
+    payload bytes that all nodes together send over such NICs}. `breakdown`: seconds of the step by part, for the stage
+    that computes longest. `interval_s`: the 90% interval (low, high) of the step time, if known. `share_of_limit`:
+    ratio of the throughput to that of a step without waiting."""
 
     step_time_s: float
     samples_per_s: float
@@ -105,8 +103,7 @@ def check_sequence_length(model: ModelSpec, length: int) -> None:
 
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for settings that experts or context parallelism do not support. `sizes`: an object with `tp`,
-    `ep`, `etp`, `cp` (None means 1), `ep_comm` and `cp_comm`. `used`: {feature that neither supports: whether it is
-    used}."""
+    `ep`, `etp`, `cp` (None means 1), `ep_comm`, `cp_comm`. `used`: {feature that neither supports: is it used}."""
     PlanError.refuse("plan.ep", *_expert_and_context_mistakes(model, sizes, used))
 
 

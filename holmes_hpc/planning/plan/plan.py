@@ -120,16 +120,13 @@ class Plan:
 
     def _check_experts_and_cp(self) -> None:
         p = self.parallel
-        check_experts_and_cp(
-            self.model,
-            p,
-            {
-                "per-stage TP/DP": self.is_per_stage,
-                "hierarchical data parallelism": p.order == HIERARCHICAL_ORDER,
-                "optimizer instances": p.optimizer_instances > 1,
-                "zero_bubble": self.schedule.kind == "zero_bubble",
-            },
-        )
+        used = {
+            "per-stage TP/DP": self.is_per_stage,
+            "hierarchical data parallelism": p.order == HIERARCHICAL_ORDER,
+            "optimizer instances": p.optimizer_instances > 1,
+            "zero_bubble": self.schedule.kind == "zero_bubble",
+        }
+        check_experts_and_cp(self.model, p, used)
         no_sequence_parallel = self.model.experts.count and p.tps != (1,) and not p.sequence_parallel
         message, hint = "experts do not support TP without sequence parallelism", "use sequence_parallel or TP 1"
         PlanError.refuse("plan", (no_sequence_parallel, message, hint))
@@ -179,10 +176,9 @@ class Plan:
             )
             first += c.ranks
         object.__setattr__(self, "components", tuple(components))
-        placed_stages = [
-            replace(s, pool=first_pools[i].name, fabric=first_pools[i].fabric_name) for i, s in enumerate(self.stages)
-        ]
-        object.__setattr__(self, "stages", tuple(placed_stages))
+        stage_pools = ((stage, first_pools[i]) for i, stage in enumerate(self.stages))
+        placed_stages = tuple(replace(stage, pool=pool.name, fabric=pool.fabric_name) for stage, pool in stage_pools)
+        object.__setattr__(self, "stages", placed_stages)
 
     def _check_fabrics(self) -> None:
         is_hierarchical = self.strategy == "hierarchical-dp"
@@ -270,10 +266,8 @@ class Plan:
     def transports(self) -> Iterator[GroupTransport]:
         """Yield the entry of kind CONTROL, if any rank has a GPU, then one per group of :func:`groups`, in order."""
         if self.world_size > 1 and not all(self.site.pool(c.pool).gpu.is_cpu for c in self.components):
-            everyone = tuple(range(self.world_size))
-            yield GroupTransport(
-                CONTROL, everyone, self.transport_of(everyone, host_memory=True), tuple(range(self.parallel.pp))
-            )
+            everyone, stages = tuple(range(self.world_size)), tuple(range(self.parallel.pp))
+            yield GroupTransport(CONTROL, everyone, self.transport_of(everyone, host_memory=True), stages)
         model = self.model
         for g in groups(self.parallel, self.parts.micro_batches(1), model.tied, model.experts.count > 0):
             yield GroupTransport(g.kind, g.ranks, self.transport_of(g.ranks), g.stages)

@@ -88,9 +88,7 @@ def to_yaml(plan: Any) -> str:
     """Return the text of plan.yaml."""
     values, names_of = to_dict(plan), _derived_names(plan)
     data = {k: _pick(v, names_of.get(k, ()), False) for k, v in values.items() if names_of.get(k) != _ENTIRE_VALUE}
-    derived = {
-        k: values[k] if names == _ENTIRE_VALUE else _pick(values[k], names, True) for k, names in names_of.items()
-    }
+    derived = {k: _pick(values[k], names, True) if names else values[k] for k, names in names_of.items()}
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     style: dict[str, Any] = {"sort_keys": False, "default_flow_style": None, "width": 110, "allow_unicode": True}
     return str(yaml.dump({**data, "derived": derived}, Dumper=dumper, **style))
@@ -170,11 +168,9 @@ def _stored_fields(flat: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(stages, list):
         values["stages"] = [_pick(s, ("pool", "fabric", "nodes", *_SIZES), False) for s in stages]
     if isinstance(components, list):
+        derived = {"partition": "", "constraint": "", "stages": (), "fabric": ""}
         values["components"] = [
-            {"pool": c.get("fabric", ""), **c, "partition": "", "constraint": "", "stages": (), "fabric": ""}
-            if isinstance(c, Mapping)
-            else c
-            for c in components
+            {"pool": c.get("fabric", ""), **c, **derived} if isinstance(c, Mapping) else c for c in components
         ]
     return values
 
@@ -213,11 +209,9 @@ def _parallel(flat: Mapping[str, Any]) -> Parallel:
     weights = make(_Routing, flat.get("routing") or {}, "routing", PlanError).weights or ((),) * len(stages)
     problem = f"weights for {len(weights)} of {len(stages)} stages"
     PlanError.refuse("routing", (len(weights) != len(stages), problem, "give a list per stage"))
-    stage_parallels = tuple(
-        make(StageParallel, {**_pick(stage, _SIZES, True), "weights": weights[s]}, f"stages[{s}]", PlanError)
-        for s, stage in enumerate(stages)
-    )
-    stage_parallels = tuple(replace(stage, dp=stage.dp * uniform.cp) for stage in stage_parallels)
+    sizes_of = [{**_pick(stage, _SIZES, True), "weights": weights[s]} for s, stage in enumerate(stages)]
+    without_cp = [make(StageParallel, sizes, f"stages[{s}]", PlanError) for s, sizes in enumerate(sizes_of)]
+    stage_parallels = tuple(replace(stage, dp=stage.dp * uniform.cp) for stage in without_cp)
     return make(Parallel, {**settings, "stages": stage_parallels}, "parallel", PlanError)
 
 

@@ -12,8 +12,7 @@ from holmes_hpc.planning.plan.parts import Component
 
 @dataclass(frozen=True)
 class Transport:
-    """The transport of a group. `kind`: ``local`` (one node, no network), ``rdma`` (`nic` ib, roce, …, in `fabric`),
-    or ``tcp`` (`nic` ethernet)."""
+    """The transport of a group. `kind`: ``local`` (in a node), ``rdma`` (`nic`, in `fabric`), or ``tcp`` (Ethernet)."""
 
     kind: str
     nic: NicType | None = None
@@ -30,8 +29,7 @@ TCP = Transport("tcp", NicType.ETHERNET)
 @dataclass(frozen=True)
 class GroupTransport:
     """The transport of one concrete group, with its global ranks and stages. `kind`: Megatron-Core's name, ``edge``, or
-    ``control`` (traffic of all ranks in host memory, if any rank has a GPU). Gloo groups of fewer ranks have no
-    entry."""
+    ``control`` (traffic of all ranks in host memory, if any has a GPU). Smaller Gloo groups have no entry."""
 
     kind: str
     ranks: tuple[int, ...]
