@@ -50,10 +50,8 @@ Times = dict[tuple[str, Shape], tuple[float, float]]  # (name of a part or PASS,
 
 
 def measure(config: Configuration, unrecorded: Sequence[str] = ()) -> dict[str, Any]:
-    """Measure as one rank of the plan. Return the calibration on rank 0, which writes it; {} on other ranks.
-
-    See :func:`session.run_in_session` for failures and `unrecorded`.
-    """
+    """Measure as one rank of the plan. Return the calibration on rank 0, which writes it; {} on other ranks. See
+    :func:`session.run_in_session` for failures and `unrecorded`."""
     return run_in_session(config, unrecorded, partial(_measure, config))
 
 
@@ -84,13 +82,9 @@ def _measure(config: Configuration, session: Session, watchdog: Watchdog, signal
     return written
 
 
-# -- the parts of a step ----------------------------------------------------------------------------------------------
-
-
 def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
-    """Return the median seconds of each part of this rank. All ranks call this.
-
-    The parts are a transformer layer (in several shapes), the embedding, the head, and the rest of a pass (PASS)."""
+    """Return the median seconds of each part of this rank. All ranks call this. The parts are a transformer layer (in
+    several shapes), the embedding, the head, and the rest of a pass (PASS)."""
     plan_shape = trainer.plan.batch.micro_size, trainer.plan.batch.sequence_length
     positions = torch.arange(plan_shape[1], device=trainer.session.device).repeat(plan_shape[0], 1)
     tokens = positions % trainer.plan.model.vocab
@@ -128,9 +122,8 @@ def part_times(trainer: Trainer, deadline: networks.Deadline) -> Times:
 
 
 def other_shapes(plan: Plan) -> list[Shape]:
-    """Return shapes other than the plan's, the most informative first.
-
-    They have other micro-batch sizes or shorter sequences. Longer sequences could exceed the model's positions."""
+    """Return shapes other than the plan's, the most informative first. They have other micro-batch sizes or shorter
+    sequences. Longer sequences could exceed the model's positions."""
     batch, p = plan.batch, plan.parallel
     micro, length, shapes = batch.micro_size, batch.sequence_length, list[Shape]()
     for sequence in (length, length // 2, length // 4):
@@ -189,9 +182,6 @@ def _passes_s(
     return statistics.median(forward_s), statistics.median(backward_s)
 
 
-# -- the record -------------------------------------------------------------------------------------------------------
-
-
 def build_calibration(
     plan: Plan,
     ranks: Sequence[dict[str, Any]],
@@ -202,29 +192,19 @@ def build_calibration(
     dtype: str,
     pace_layer_ms: float | None,
 ) -> Calibration:
-    """Return the calibration: each pool has the times and links of its own ranks.
-
-    `ranks`: for each rank `device` and `times` (rows: name, micro size, sequence length, forward and backward seconds).
-    `steps`: the lines of metrics.jsonl after warm-up. `all_reduce_s`: seconds of an all-reduce of one number.
-    """
+    """Return the calibration: each pool has the times and links of its own ranks. `ranks`: for each rank `device` and
+    `times` (rows: name, micro size, sequence length, forward and backward seconds). `steps`: the lines of metrics.jsonl
+    after warm-up. `all_reduce_s`: seconds of an all-reduce of one number."""
     links, optimizer_s, pools = networks.links_of_pools(fitted), _optimizer_s(plan, steps), []
     for name, pool_ranks in grouped((place.pool, rank) for rank, place in zip(ranks, plan.places, strict=True)):
         times = _median_times(pool_ranks)
         pass_times_s = [sum(seconds) / 2 for (part, _), seconds in times.items() if part == PASS]
-        pools.append(
-            MeasuredPool(
-                name,
-                plan.site.pool(name).gpu.name,
-                pool_ranks[0]["device"],
-                parts=tuple(_as_part(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS),
-                links=links.get(name, {}),
-                optimizer_s=optimizer_s.get(name),
-                pass_s=max(0.0, *pass_times_s) if pass_times_s else None,
-            )
-        )
-    step_s = all_reduce_s + statistics.median(
-        statistics.mean(s["other_s"] for s in line["breakdown"]) for line in steps
-    )
+        pass_s = max(0.0, *pass_times_s) if pass_times_s else None
+        parts = tuple(_as_part(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS)
+        gpu, device = plan.site.pool(name).gpu.name, pool_ranks[0]["device"]
+        pools.append(MeasuredPool(name, gpu, device, parts, links.get(name, {}), optimizer_s.get(name), pass_s))
+    other_s = [statistics.mean(stage["other_s"] for stage in line["breakdown"]) for line in steps]
+    step_s = all_reduce_s + statistics.median(other_s)
     calibration = Calibration(tuple(pools), (), pace_layer_ms, step_s, dtype, f"{now()}, plan {plan.id}")
     return replace(calibration, between=networks.links_between_fabrics(fitted, calibration, plan.site))
 
@@ -238,23 +218,13 @@ def _median_times(ranks: Sequence[dict[str, Any]]) -> Times:
 
 def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> MeasuredPart:
     m, p, tokens = plan.model, plan.parallel, math.prod(shape)
-    return MeasuredPart(
-        name,
-        hidden=m.hidden,
-        tokens=tokens,
-        tp=p.tp,
-        flops=part_flops(m, name, tokens, shape[1], p.tp),
-        forward_s=forward_s,
-        backward_s=backward_s,
-        sequence=shape[1],
-        sequence_parallel=p.sequence_parallel and p.tp > 1,
-    )
+    flops, is_split = part_flops(m, name, tokens, shape[1], p.tp), p.sequence_parallel and p.tp > 1
+    return MeasuredPart(name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, shape[1], is_split)
 
 
 def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return, for each pool, the optimizer's seconds per parameter that a rank updates, on the pool's slowest stage.
-
-    A stage with replicas in several pools counts for each of these pools, or for none if their GPUs differ."""
+    """Return, for each pool, the optimizer's seconds per parameter that a rank updates, on the pool's slowest stage. A
+    stage with replicas in several pools counts for each of these pools, or for none if their GPUs differ."""
     p = plan.parallel
     shards = p.dp // p.optimizer_instances if p.distributed_optimizer else 1
     stage_parameters = parameters(Layout.of(plan, Costs()), layer_array(plan)).sum(axis=2)[0]

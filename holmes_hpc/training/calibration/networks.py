@@ -39,12 +39,10 @@ Links = dict[str, Link]
 
 @dataclass(frozen=True)
 class Sample:
-    """A measured time, which the planner's model explains as `steps` * latency + `sent_s` / efficiency.
-
-    `pools`: the pools of the ranks; `link`: the network (local, ib, roce or ethernet), for a collective with its name
+    """A measured time, which the planner's model explains as `steps` * latency + `sent_s` / efficiency. `pools`: the
+    pools of the ranks; `link`: the network (local, ib, roce or ethernet), for a collective with its name
     (ib.all_gather); `description`: text for the log; `steps`: the number of latencies in the time; `sent_s`: seconds to
-    send the bytes at the nominal rate; `seconds`: the measured time.
-    """
+    send the bytes at the nominal rate; `seconds`: the measured time."""
 
     pools: tuple[str, ...]
     link: str
@@ -72,9 +70,8 @@ def nominal_rate(plan: Plan, transport: Transport, ranks: Iterable[int]) -> floa
 
 @dataclass(frozen=True)
 class Pair:
-    """Two ranks between which one kind of network is measured.
-
-    `link`: the kind of network, as in :class:`Sample`; `pools`: the one or two pools of these ranks."""
+    """Two ranks between which one kind of network is measured. `link`: the kind of network, as in :class:`Sample`;
+    `pools`: the one or two pools of these ranks."""
 
     link: str
     transport: Transport
@@ -96,10 +93,9 @@ class Deadline:
 
 
 def pairs(plan: Plan, one_host: bool) -> list[Pair]:
-    """Return a pair of ranks for each link to measure. On one host, there is only one such link.
-
-    Pairs inside a pool come first: one for each kind of network, Ethernet included. Then come pairs of ranks in two
-    pools that communicate in the plan, to measure the Ethernet between these pools."""
+    """Return a pair of ranks for each link to measure. On one host, there is only one such link. Pairs inside a pool
+    come first: one for each kind of network, Ethernet included. Then come pairs of ranks in two pools that communicate
+    in the plan, to measure the Ethernet between these pools."""
     pool_of_rank = [place.pool for place in plan.places]
     if one_host:
         return [Pair("local", LOCAL, (0, 1), tuple(dict.fromkeys(pool_of_rank)))] if plan.world_size > 1 else []
@@ -112,20 +108,16 @@ def pairs(plan: Plan, one_host: bool) -> list[Pair]:
         if len(pools) == 1:
             transport = plan.transport_of((a, b))
             if transport.kind != "rdma" or all("rdma" in interfaces.transport_kinds(plan, r) for r in (a, b)):
-                pair_of_link.setdefault(
-                    (link_name(transport), pools), Pair(link_name(transport), transport, (a, b), names)
-                )
+                link = link_name(transport)
+                pair_of_link.setdefault((link, pools), Pair(link, transport, (a, b), names))
         if pools in neighbours or (len(pools) == 1 and plan.places[a] != plan.places[b]):
             pair_of_link.setdefault(("ethernet", pools), Pair("ethernet", TCP, (a, b), names))
     return sorted(pair_of_link.values(), key=lambda p: len(p.pools))
 
 
 def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tuple[Any, ...]]:
-    """Measure all links. Return this rank's :class:`Sample` objects as tuples. All ranks call this.
-
-    Only the first rank of a pair, or of a data-parallel group, returns samples of it. After the deadline, the Ethernet
-    between pools is not measured.
-    """
+    """Measure all links. Return this rank's :class:`Sample` objects as tuples. All ranks call this. Only the first rank
+    of a pair or data-parallel group returns its samples. After the deadline, Ethernet between pools is left out."""
     plan, rank = session.plan, session.launch.rank
     elements = plan.parts.micro_size * plan.parts.sequence_length * plan.model.hidden  # of one stage transfer
     max_bytes = min(MAX_BYTES, elements * (2 if session.cuda else 4))
@@ -134,9 +126,8 @@ def measure_links(session: Session, control: Any, deadline: Deadline) -> list[tu
         if len(pair.pools) == 2 and pair.link == "ethernet" and not deadline.has_time_left():
             log_line(f"time limit reached: link between {' and '.join(pair.pools)} not measured")
             continue
-        group = session.groups.new(
-            pair.ranks, f"ping-pong {pair.link} {' '.join(pair.pools)}", transport=pair.transport
-        )
+        name = f"ping-pong {pair.link} {' '.join(pair.pools)}"
+        group = session.groups.new(pair.ranks, name, transport=pair.transport)
         _all_reduce(control)
         if rank in pair.ranks:
             speed = nominal_rate(plan, pair.transport, pair.ranks)
@@ -217,9 +208,6 @@ def _measure_collectives(session: Session) -> list[Sample]:
     return samples if session.launch.rank == ranks[0] else []
 
 
-# -- the fit ----------------------------------------------------------------------------------------------------------
-
-
 FittedLinks = dict[tuple[tuple[str, ...], str], Link]  # by (pools, link) of the samples
 
 
@@ -235,10 +223,8 @@ def fit(samples: Iterable[Sample]) -> FittedLinks:
 
 
 def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
-    """Return the links of each pool: name of the pool -> name of the link -> link.
-
-    If Ethernet was measured inside no pool, the two pools with the lowest Ethernet latency between them both get the
-    link between them as their Ethernet. Other pools then have no Ethernet."""
+    """Return {pool: {name of the link: link}}. If Ethernet was measured inside no pool, the two pools with the lowest
+    Ethernet latency between them both get the link between them as their Ethernet, and other pools have none."""
     links: dict[str, Links] = {}
     rows = sorted(fitted.items(), key=lambda row: (len(row[0][0]), row[1].latency_s))
     lacks_ethernet = not any(len(pools) == 1 and name == "ethernet" for pools, name in fitted)
@@ -253,11 +239,9 @@ def links_of_pools(fitted: FittedLinks) -> dict[str, Links]:
 
 
 def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: Site) -> tuple[FabricLink, ...]:
-    """Return rate and delay between fabrics, as a site file has them.
-
-    The planner multiplies the rate by the efficiency of the pools' own Ethernet in `calibration`. The rate is chosen so
-    that this product gives the measured time. The delay is the latency beyond the mean latency of that Ethernet.
-    """
+    """Return rate and delay between fabrics, as a site file has them. The planner multiplies the rate by the efficiency
+    of the pools' own Ethernet in `calibration`. The rate is chosen so that this product gives the measured time. The
+    delay is the latency beyond the mean latency of that Ethernet."""
     fabric_links = []
     for (pool_names, network), link in fitted.items():
         if len(pool_names) != 2 or network != "ethernet":
@@ -273,8 +257,7 @@ def links_between_fabrics(fitted: FittedLinks, calibration: Calibration, site: S
 
 
 def _fit_link(samples: list[Sample]) -> Link:
-    """Return the latency >= 0 and efficiency that minimize sum((steps*latency + sent_s/efficiency)/seconds - 1)^2.
-    `slowness` below is 1/efficiency."""
+    """Fit latency >= 0 and efficiency: minimize sum((steps*latency + sent_s/efficiency)/seconds - 1)^2."""
     a = [s.steps / s.seconds for s in samples]
     b = [s.sent_s / s.seconds for s in samples]
     aa, bb = sum(x * x for x in a), sum(x * x for x in b)
