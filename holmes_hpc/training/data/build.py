@@ -48,8 +48,7 @@ def build_datasets(
     Rank 0 and every rank that needs data call it. With torch.distributed, initialize that first. Rank 0 checks the data
     and builds the index in `data.cache`, or under `run_dir` if `data.cache` is not set. The other ranks wait for its
     result in the rendezvous store, without a barrier. Raise the same DataError on all ranks for data that are missing,
-    damaged or too short, or that exceed the model's vocabulary.
-    """
+    damaged or too short, or that exceed the model's vocabulary."""
     seed = train.seed if data.seed is None else data.seed
     evaluates = train.eval_interval > 0
     if data.kind == "indexed":

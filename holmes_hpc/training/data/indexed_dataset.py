@@ -61,9 +61,8 @@ vars(gpt_dataset).update(numpy=_NumpyWithoutPickles(), safe_numpy_load=_NumpyWit
 
 
 class Source:
-    """The endless samples of one split of one prefix. Each epoch has another order.
-    `fractions`: where the split starts and ends, as fractions of the prefix's sequences; `config`: a GPTDatasetConfig.
-    """
+    """The endless samples of one split of one prefix. Each epoch has another order. `fractions`: where the split starts
+    and ends, as fractions of the prefix's sequences; `config`: a GPTDatasetConfig."""
 
     def __init__(self, prefix: Prefix, fractions: tuple[float, float], split: Split, config: Any) -> None:
         self.name = prefix.path
@@ -127,15 +126,9 @@ def build(
         # Without masks and tokenization, Megatron reads only these attributes. -2 is no token.
         tokenizer = SimpleNamespace(vocab_size=plan.model.vocab, eod=-2, unique_identifiers=identifiers)
         disabled = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_attention_mask")
-        config = GPTDatasetConfig(
-            random_seed=seed,
-            sequence_length=length,
-            blend=(names, None),
-            split="1",
-            path_to_cache=str(directory),
-            tokenizer=tokenizer,
-            **dict.fromkeys(disabled, False),
-        )
+        options = {"random_seed": seed, "sequence_length": length, "blend": (names, None), "split": "1"}
+        options |= dict.fromkeys(disabled, False)
+        config = GPTDatasetConfig(**options, path_to_cache=str(directory), tokenizer=tokenizer)
         datasets: list[Samples] = []
         for fractions, kind in zip(split.values(), (Split.train, Split.valid), strict=False):
             sources = [Source(p, fractions, kind, config) for p in prefixes if sample_count(p, fractions, length) > 0]

@@ -66,18 +66,15 @@ def digest(value: Any) -> str:
 
 
 def read_summary(path: str) -> dict[str, Any]:
-    """Return the content of PREFIX.json, which `holmes data prepare` writes; {} if it is damaged or missing.
-    `path`: PREFIX."""
+    """Return the content of PREFIX.json of `holmes data prepare`; {} if damaged or missing. `path`: PREFIX."""
     content = read_object(f"{path}.json") or {}
     return content if all(type(content.get(key, 0)) is int for key in _INTEGER_KEYS) else {}
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """A complete pair PREFIX.bin and PREFIX.idx.
-
-    `path`: PREFIX; `sequences`: the number of sequences, which a split divides; `dtype`: the type of the token ids;
-    `bin_bytes`: the size of PREFIX.bin; `changed_ns`: when PREFIX.idx was last written."""
+    """A complete pair PREFIX.bin and PREFIX.idx. `path`: PREFIX; `sequences`: their number, which a split divides;
+    `dtype`: type of the token ids; `bin_bytes`: size of PREFIX.bin; `changed_ns`: when PREFIX.idx was last written."""
 
     path: str
     sequences: int
@@ -178,8 +175,7 @@ def _wrong_size(size: int, expected: int, source: str) -> Case:
 
 
 def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], list[float] | None]:
-    """Parse `PREFIX`, `[a, b]` (weighted by size) or `[0.7, a, 0.3, b]` into prefixes and weights.
-    `prefix` must not be empty."""
+    """Parse `PREFIX`, `[a, b]` (weighted by size) or `[0.7, a, 0.3, b]` into prefixes and weights."""
     blend: list[Any] = [prefix] if isinstance(prefix, str) else list(prefix or [])
     is_weighted = isinstance(blend[0], (int, float))
     names, weights = (blend[1::2], blend[::2]) if is_weighted else (blend, [])

@@ -89,8 +89,7 @@ def prepare(
     `workers`: the number of processes, by default that of usable CPUs; `force`: replace other data in PREFIX. After an
     interrupted call, a second call with the same arguments continues; after a successful one, it returns immediately.
     Raise DataError for files that are not text and for an empty corpus, RunFailed for a full disk, ConfigError if
-    PREFIX has other data.
-    """
+    PREFIX has other data."""
     prefix, report = os.fspath(prefix), progress or (lambda stage, done, total: None)
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}", where="data prepare", hint="use 1 or more")
@@ -155,11 +154,7 @@ def _list_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Return all files of `paths`. A folder stands for all files below it, sorted by path, without hidden ones."""
     files: list[Path] = []
     for path in map(Path, paths):
-        files_below = [
-            p
-            for p in sorted(path.rglob("*"))
-            if p.is_file() and not any(part.startswith(".") for part in p.relative_to(path).parts)
-        ]
+        files_below = [p for p in sorted(path.rglob("*")) if p.is_file() and "/." not in f"/{p.relative_to(path)}"]
         for file in files_below:
             if leaves_folder(file, path):
                 hint = "name that file, or copy it into the folder"
@@ -202,8 +197,7 @@ def _locked_parts(prefix: str) -> Iterator[Path]:
 
 
 def _plan_parts(extents: Sequence[text_files.Extent], directory: Path, max_bytes: int, settings: str) -> list[_Part]:
-    """Group the extents, in order, into parts of at most `max_bytes`.
-    A part's name has a digest of its extents and of `settings`, which determine its content."""
+    """Group the extents into parts of at most `max_bytes`, named by a digest of them and of `settings`."""
     groups: list[list[text_files.Extent]] = [[]]
     size = 0
     for extent in extents:

@@ -36,11 +36,8 @@ class Samples(Protocol):
 
 
 def permute(index: int, size: int, key: tuple[int, int]) -> int:
-    """Return the position of `index` in a pseudo-random permutation of range(size), in constant memory.
-
-    A four-round Feistel network over the next power of four is applied until the result is below `size` (Black and
-    Rogaway, 2002).
-    """
+    """Return the position of `index` in a pseudo-random permutation of range(size), in constant memory: a four-round
+    Feistel network over the next power of four, repeated until the result is below `size` (Black and Rogaway, 2002)."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
     while True:
@@ -74,8 +71,7 @@ def batches(
     Keys: tokens, labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape);
     attention_mask (None for causal attention). `document_end`: the token at which :func:`separate_documents` separates
     documents; None to join them. All tensors are on `device`, but only token ids are copied from the host. Raise
-    DataError for a token beyond the model's vocabulary.
-    """
+    DataError for a token beyond the model's vocabulary."""
     micro, length = plan.batch.micro_size, plan.batch.sequence_length
     host_rows = sample_rows(dataset, plan, dp_rank, start_step, stage)
     for rows in copy_to_gpu(host_rows, device) if device.type == "cuda" else map(torch.from_numpy, host_rows):
@@ -93,10 +89,8 @@ def batches(
 
 def separate_documents(tokens: torch.Tensor, document_end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (positions, mask) for rows of `tokens` in which each document ends with the token `document_end`.
-
     `tokens`: shape (rows, length). Positions (int64, same shape) restart at 0 in each document. The mask (bool, shape
-    (rows, 1, length, length)) follows Megatron-Core: True hides later tokens and tokens of other documents.
-    """
+    (rows, 1, length, length)) follows Megatron-Core: True hides later tokens and tokens of other documents."""
     index = torch.arange(tokens.shape[1], device=tokens.device)
     is_start = torch.zeros_like(tokens, dtype=torch.bool)
     is_start[:, 1:] = tokens[:, :-1] == document_end

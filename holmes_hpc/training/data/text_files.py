@@ -26,10 +26,7 @@ _COMPRESSED_SUFFIXES = {".gz", ".bz2", ".xz", ".zst"}
 @dataclass(frozen=True)
 class Extent:
     """A unit of reading: the lines of `path` that start in bytes [start, end). `end`: None for a compressed or Parquet
-    file, which is read as a whole.
-
-    PREFIX.json has a digest of these fields, so their names and order must not change.
-    """
+    file, which is read as a whole. PREFIX.json has a digest of these fields: keep their names and order."""
 
     path: str
     start: int
@@ -43,8 +40,8 @@ class Extent:
 
 
 def extents(path: str, max_bytes: int) -> list[Extent]:
-    """Split a file into extents of at most `max_bytes`; a compressed or Parquet file is one extent.
-    Raise DataError if it cannot be read."""
+    """Split a file into extents of at most `max_bytes`; a compressed or Parquet file is one extent. Raise DataError if
+    it cannot be read."""
     with DataError.instead_of(OSError, where=path, hint="give readable text files"), open_file(path) as f:
         stat, head = Path(path).stat(), f.read(8)
     if head.startswith((*_DECOMPRESSORS, _PARQUET_MAGIC)):
@@ -56,12 +53,10 @@ def extents(path: str, max_bytes: int) -> list[Extent]:
 
 
 def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
-    """Yield (text, whether it ends a document). `on_read` gets the number of bytes read since its last call.
-
-    A file named .jsonl, .ndjson or .json (before a suffix like .gz) has one JSON object per line, with its text under
+    """Yield (text, whether it ends a document). `on_read` gets the number of bytes read since its last call. A file
+    named .jsonl, .ndjson or .json (before a suffix like .gz) has one JSON object per line, with its text under
     `json_key`. A Parquet file has one document per row, in the column of that name. Any other file is one document,
-    yielded in pieces. Raise DataError with the position of the problem.
-    """
+    yielded in pieces. Raise DataError with the position of the problem."""
     errors, hint = (OSError, EOFError, zlib.error, lzma.LZMAError), "fetch or compress it again, or omit it"
     unreadable = DataError.instead_of(*errors, where=extent.path, hint=hint, what="cannot be read:")
     with unreadable, open_file(extent.path) as raw:

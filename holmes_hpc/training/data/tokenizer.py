@@ -17,11 +17,8 @@ _LIMIT_S, _CHARACTERS_PER_S = 10, 100_000  # time limit of a text; a core tokeni
 
 
 class ByteTokenizer:
-    """A tokenizer without a file: 256 bytes of UTF-8 and the end of a document.
-
-    `vocab`: the number of token ids; `eod`: the end-of-document token; `id`: a name of the tokenizer, which must change
-    if any text would get other token ids.
-    """
+    """A tokenizer without a file: 256 bytes of UTF-8 and the end of a document. `vocab`: the number of token ids;
+    `eod`: the end-of-document token; `id`: a name, which must change if any text would get other token ids."""
 
     vocab, eod, id = 257, 256, "bytes"
 
