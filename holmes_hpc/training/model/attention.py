@@ -38,11 +38,8 @@ class SdpaAttention(MegatronModule):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
     ) -> torch.Tensor:
-        """Return the attention output of this rank, (sequence, batch, heads * width).
-
-        `query`: (sequence, batch, heads, width); `key`, `value`: (sequence, batch, groups, width); `attention_mask`:
-        from samples.separate_documents, or None for a causal mask.
-        """
+        """Return the attention output of this rank, (sequence, batch, heads * width). `query`: (sequence, batch, heads,
+        width); `key`, `value`: (…, groups, width); `attention_mask`: from samples.separate_documents; None: causal."""
         attend = partial(self._attend, excluded=attention_mask)
         if self._exchanges_heads:  # only with context parallelism
             attend = partial(context_parallel.with_all_tokens, attend)
@@ -71,20 +68,12 @@ def refuse_unsupported(document_end: int | None, cuda: bool, config: Transformer
     around a ring. `document_end`: the end-of-document token, None if documents are joined."""
     is_te = cuda and has_transformer_engine()
     is_torch_ring = context_parallel.size() > 1 and config.cp_comm_type == "p2p" and cuda and not is_te
-    ConfigError.refuse(
-        "data.documents",
-        (
-            document_end is not None and is_te,
-            "documents cannot be kept apart: Transformer Engine's attention is set up without a mask",
-            "use data.documents=joined, or no Transformer Engine",
-        ),
-        (
-            is_torch_ring and (document_end is not None or config.params_dtype == torch.float32),
-            "ring attention on GPUs supports neither fp32 nor documents that are kept apart",
-            "use plan.cp_comm=a2a",
-            "plan.cp_comm",
-        ),
-    )
+    are_apart, hint = document_end is not None, "use data.documents=joined, or no Transformer Engine"
+    problem = "documents cannot be kept apart: Transformer Engine's attention is set up without a mask"
+    ConfigError.refuse("data.documents", (are_apart and is_te, problem, hint))
+    problem = "ring attention on GPUs supports neither fp32 nor documents that are kept apart"
+    is_unsupported = is_torch_ring and (are_apart or config.params_dtype == torch.float32)
+    ConfigError.refuse("plan.cp_comm", (is_unsupported, problem, "use plan.cp_comm=a2a"))
 
 
 def refuse_unfused(plan: Plan, rank: int, device: torch.device, dtype: torch.dtype, masked: bool) -> None:

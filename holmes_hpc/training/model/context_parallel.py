@@ -35,10 +35,9 @@ def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch
 
 
 def part_of(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of a micro-batch of whole sequences. Only the attention mask stays whole.
-
-    The key ``loss_tokens`` is added: the number of tokens with a loss on all `cp` ranks. Each rank divides its loss by
-    this number, and the schedules multiply the loss by `cp`."""
+    """Return this rank's part of a micro-batch of whole sequences. Only the attention mask stays whole. The key
+    ``loss_tokens`` is added: the number of tokens with a loss on all `cp` ranks. Each rank divides its loss by this
+    number, and the schedules multiply the loss by `cp`."""
     if size() == 1:
         return batch
     part = {name: value if name == "attention_mask" else _part(value, 1) for name, value in batch.items()}
@@ -57,12 +56,10 @@ def with_all_tokens(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor)
 
 
 class RingAttention(torch.autograd.Function):
-    """Causal attention of this rank's queries over the keys and values of all ranks.
-
-    Keys and values travel around a ring of ranks. In the backward pass, their gradients travel with them and end on the
-    rank that owns the keys and values. Tensors are (batch, heads, tokens, width). Keys and values may have fewer heads
-    than queries. `mask`: for all pairs of tokens of a sequence, True for hidden pairs.
-    """
+    """Causal attention of this rank's queries over the keys and values of all ranks. Keys and values travel around a
+    ring of ranks. In the backward pass, their gradients travel with them and end on the rank that owns the keys and
+    values. Tensors are (batch, heads, tokens, width). Keys and values may have fewer heads than queries. `mask`: for
+    all pairs of tokens of a sequence, True for hidden pairs."""
 
     @staticmethod
     def forward(
@@ -73,8 +70,7 @@ class RingAttention(torch.autograd.Function):
         mask: torch.Tensor | None,
         scale: float | None,
     ) -> torch.Tensor:
-        """Return the attention output in the shape of `query`. It merges the outputs for the keys of each ring step,
-        with weights from the logarithms of their softmax sums."""
+        """Return the attention output in the shape of `query`: of each ring step, weighted by softmax sums."""
         local_key_value = passing = torch.stack([key, value])
         output = torch.zeros_like(query, dtype=torch.float32)
         log_sum = torch.full(query.shape[:3], -torch.inf, device=query.device)
@@ -122,9 +118,8 @@ def _visible(step: int, query: torch.Tensor, mask: torch.Tensor | None) -> tuple
 
     In step 0, the keys are this rank's own. Keys of an earlier rank lie in chunks around this rank's two chunks, so
     only their first chunk is visible. Keys of a later rank lie between this rank's chunks, so only the second chunk of
-    queries sees them. Hidden scores stay finite, because all scores of a query may be hidden in one step. The output
-    of this step then has no weight beside that for the rank's own keys.
-    """
+    queries sees them. Hidden scores stay finite, because all scores of a query may be hidden in one step. The output of
+    this step then has no weight beside that for the rank's own keys."""
     rank, half = parallel_state.get_context_parallel_rank(), query.size(2) // 2
     rows = columns = slice(None)
     if step > rank:
@@ -177,8 +172,7 @@ def _attend_backward(
     visible: dict[str, Any],
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of the queries, and of the keys and values, in one ring step. `output`, `log_sum`: those of
-    the complete attention, from which the kernel finds the step's share."""
+    """Return the gradients of queries, and keys and values, in a ring step. `output`, `log_sum`: of all steps."""
     key, value = _for_each_query(key_value, query)
     tensors = gradient, query, key, value, output, log_sum.contiguous()
     if query.is_cuda:

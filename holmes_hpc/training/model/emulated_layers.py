@@ -71,12 +71,9 @@ class Clock:
 
 
 class EmulatedLayer:
-    """A layer of a chunk, whose ``forward`` takes `forward_s`, and its backward pass `backward_s`.
-    `ends`: whether it is (the first, the last) layer of the chunk.
-
-    In the backward pass, most of the wait comes before the computation. Gradients then appear at the end of the pass's
-    time, as on an accelerator.
-    """
+    """A layer of a chunk, whose ``forward`` takes `forward_s`, and its backward pass `backward_s`. `ends`: whether it
+    is (the first, the last) layer of the chunk. In the backward pass, most of the wait comes before the computation.
+    Gradients then appear at the end of the pass's time, as on an accelerator."""
 
     def __init__(
         self,
@@ -128,8 +125,7 @@ class EmulatedLayer:
 
 
 def _synchronize(tensor: torch.Tensor) -> None:
-    """Wait until the GPU has computed `tensor`. Wait for the current stream only, because a receive on another stream
-    may depend on this rank's next call."""
+    """Wait for the current stream to compute `tensor`: a receive on another may depend on this rank's next call."""
     if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
 
@@ -154,9 +150,8 @@ def emulate(
     timers: Callable[[str], Any],
     weights: WeightGradients | None = None,
 ) -> None:
-    """Make every layer of a rank's model chunks take `layer_ms` forward; `layer_ms` must be above 0. `timers`: returns
-    the timer of a name, which Megatron-Core starts and stops at each pass. `weights`: the weight gradients, if weight
-    passes compute them."""
+    """Make every layer of a rank's chunks take `layer_ms` (above 0) forward. `timers`: returns the timer of a name,
+    which Megatron-Core starts and stops at each pass; `weights`: weight gradients, if weight passes compute them."""
     clock, weight_s = Clock(), 0.0
     experts.time_exchanges(clock.exchange)
     if weights is not None:

@@ -74,7 +74,6 @@ def config_options(spec: ModelSpec, parallel: Parallel) -> dict[str, Any]:
 
 def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig) -> None:
     """Make each layer run the matrix multiplications of all its experts as one kernel, if torch has such a kernel.
-
     Otherwise kernel launches take longer than the multiplications (benchmarks/results/gpu.md)."""
     widths = (config.hidden_size, (config.moe_ffn_hidden_size or 0) // (config.expert_tensor_parallel_size or 1))
     if config.params_dtype != torch.bfloat16 or config.fp8 or any(width % 8 for width in widths):
@@ -88,8 +87,7 @@ def group_products(chunks: Iterable[torch.nn.Module], config: TransformerConfig)
 def _all_experts(
     module: SequentialMLP, tokens: torch.Tensor, tokens_per_expert: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Return the output of all experts of a rank, (tokens, hidden), and None for the bias. `tokens`: sorted by their
-    expert; `weights`: the router's weight of each token."""
+    """Return all experts' output, (tokens, hidden), and no bias. `tokens`: by expert; `weights`: of the router."""
     config, experts = module.config, module.local_experts
     ends = tokens_per_expert.to(tokens.device, torch.int32).cumsum(0, dtype=torch.int32)
     inner = _Products.apply(tokens, ends, *(expert.linear_fc1.weight for expert in experts))
@@ -128,8 +126,7 @@ def prepare_dispatchers() -> None:
 
 
 def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a tensor on the host, as a numpy array if `as_numpy`. Megatron-Core's function leaves CPU tensors as they
-    are."""
+    """Return a tensor on the host, as a numpy array if `as_numpy`. Megatron-Core's does so only for GPU tensors."""
     if not torch.is_tensor(tensor):
         return tensor
     host_tensor = tensor.to("cpu", non_blocking=True)
@@ -201,9 +198,8 @@ def tensor_parallel_group(parameter: torch.Tensor) -> Any:
 
 
 def gather_once(optimizers: Sequence[Any]) -> None:
-    """Make only the last of several distributed optimizers gather parameters after its update. Each optimizer gathers
-    the parameters of all optimizers. So without overlapped gathers, Megatron-Core would gather each parameter twice in
-    a model with experts."""
+    """Make only the last of several distributed optimizers gather parameters after its update, because each gathers
+    those of all. With experts and without overlapped gathers, Megatron-Core would gather each parameter twice."""
     for optimizer in optimizers[:-1]:
         optimizer.step_with_ready_grads = partial(MixedPrecisionOptimizer.step_with_ready_grads, optimizer)
 

@@ -220,9 +220,8 @@ def _mask_padding(model: GPTModel, vocab: int, rows: int) -> None:
 
 
 class _Masked(torch.autograd.Function):
-    """A function that sets the columns of logits from `first` on to the lowest value of their type, in place.
-    The loss has a zero gradient in these columns, because their softmax underflows. So the backward pass returns the
-    gradient unchanged."""
+    """A function that sets the columns of logits from `first` on to the lowest value of their type, in place. The loss
+    has a zero gradient there, because their softmax underflows, so the backward pass leaves the gradient unchanged."""
 
     @staticmethod
     def forward(context: Any, logits: torch.Tensor, first: int) -> torch.Tensor:

@@ -16,11 +16,8 @@ _BLOCK, _BLOCK_CUDA = 1 << 16, 1 << 22
 
 def normal(seed: int, name: str, rows: torch.Tensor, columns: torch.Tensor, width: int, std: float) -> torch.Tensor:
     """Return elements (rows, columns) of the matrix `name`, which has `width` columns: fp32, on the device of `rows`.
-
-    The mean is 0 and the standard deviation `std`. Each element is a scaled sum of twelve uniform numbers (Irwin 1927,
-    Hall 1927): its distribution function differs from a normal one by at most 0.0024, and its magnitude is at
-    most 6 `std`.
-    """
+    The mean is 0, the standard deviation `std`. Each element is a scaled sum of twelve uniform numbers (Irwin 1927,
+    Hall 1927), of at most 6 `std`. Its distribution function differs from a normal one by at most 0.0024."""
     key = int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big", signed=True)
     weights = torch.empty((rows.numel(), columns.numel()), dtype=torch.float32, device=rows.device)
     step = max(1, (_BLOCK_CUDA if rows.is_cuda else _BLOCK) // columns.numel())
@@ -41,8 +38,7 @@ def _sum_of_uniforms(index: torch.Tensor, key: int) -> torch.Tensor:
 
 
 def hash64(number: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
-    """Return SplitMix64 (Steele, Lea and Flood 2014): the 64 bits that follow the state `key` after `number` steps.
-    `number` and the result are int64 tensors."""
+    """Return SplitMix64 (Steele, Lea and Flood 2014), int64: 64 bits after `number` steps from the state `key`."""
     z = number * -7046029254386353131 + key  # 0x9E3779B97F4A7C15
     z.bitwise_xor_(_shift(z, 30)).mul_(-4658895280553007687)  # 0xBF58476D1CE4E5B9
     z.bitwise_xor_(_shift(z, 27)).mul_(-7723592293110705685)  # 0x94D049BB133111EB

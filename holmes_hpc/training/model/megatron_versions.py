@@ -26,11 +26,8 @@ _DEVELOPER_MESSAGES = ("GPTModel IS DEPRECATED", "DistributedDataParallel: full_
 
 def filter_logs() -> None:
     """Keep messages for developers out of the ranks' logs."""
-    for name in (
-        "models.gpt.gpt_model",
-        "distributed.distributed_data_parallel",
-        "dist_checkpointing.strategies.torch",
-    ):
+    names = ("models.gpt.gpt_model", "distributed.distributed_data_parallel", "dist_checkpointing.strategies.torch")
+    for name in names:
         logger = logging.getLogger(f"megatron.core.{name}")
         logger.addFilter(lambda record: not record.getMessage().startswith(_DEVELOPER_MESSAGES))
 
@@ -46,22 +43,12 @@ def backward_step(*tensors: Any, model_type: Any, config: Any) -> Any:
 
 
 def save(state: dict[str, Any], path: Path, strategy: Any, content: dict[str, Any], equal_shapes: bool) -> Any:
-    """Start an asynchronous save and return its request.
-
-    `equal_shapes`: all ranks' parts of a tensor have the same shape. Then Megatron-Core checks that the parts cover the
-    tensor; if stages differ in TP, only torch checks this. Later versions write with NVRx by default. Megatron-Core's
-    own writer is used instead, because NVRx is one more dependency, and its writer outlives a killed rank.
-    """
-    writer = {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
-    return dist_checkpointing.save(
-        state,
-        os.fspath(path),
-        strategy,
-        async_sharded_save=True,
-        content_metadata=content,
-        validate_access_integrity=equal_shapes,
-        **writer,
-    )
+    """Start an asynchronous save and return its request. `equal_shapes`: all ranks' parts of a tensor have the same
+    shape, so that Megatron-Core checks that they cover it; otherwise only torch does. Later versions write with NVRx by
+    default, one more dependency, whose writer outlives a killed rank. Megatron-Core's own writer is used instead."""
+    options = {"async_sharded_save": True, "content_metadata": content, "validate_access_integrity": equal_shapes}
+    options |= {"async_strategy": "mcore"} if _takes(dist_checkpointing.save, "async_strategy") else {}
+    return dist_checkpointing.save(state, os.fspath(path), strategy, **options)
 
 
 def load(state: dict[str, Any], path: Path, equal_shapes: bool, replicas: Any) -> dict[str, Any]:
@@ -110,10 +97,8 @@ def gradients_of_norm(inner: Any) -> list[torch.Tensor]:
 
 def prepare_for_loading(inner: DistributedOptimizer) -> None:
     """Make a distributed Adam ready to load a checkpoint, even before its first step and even if it is PyTorch's Adam.
-
     Megatron-Core (0.16) loads state only into an Adam that has made a step. It also fails with PyTorch's Adam, because
-    it expects this Adam's step counts, one for every parameter, among the checkpoint's tensors.
-    """
+    it expects this Adam's step counts, one for every parameter, among the checkpoint's tensors."""
     if not inner.optimizer.state:
         inner._init_optimizer_states_with_dummy_values()
     assign = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -128,11 +113,9 @@ def prepare_for_loading(inner: DistributedOptimizer) -> None:
 
 @contextlib.contextmanager
 def offsets_without_padding(optimizer: Any) -> Iterator[None]:
-    """Correct the parameters' offsets while Megatron-Core (0.16) reads the optimizer's state.
-
-    Megatron-Core gathers a buffer without the padding of its buckets, but uses the parameters' offsets in the padded
-    buffer. So it would save each parameter after the first padded bucket with values of its neighbour.
-    """
+    """Correct the parameters' offsets while Megatron-Core (0.16) reads the optimizer's state. Megatron-Core gathers a
+    buffer without the padding of its buckets, but uses the parameters' offsets in the padded buffer. So it would save
+    each parameter after the first padded bucket with values of its neighbour."""
     buffers = [buffer for inner in distributed(optimizer) for buffer in inner.buffers]
     saved_maps = [buffer.param_index_map for buffer in buffers]
     try:

@@ -92,11 +92,9 @@ def build(
     breakdown: Breakdown,
     tied_group: Any = None,
 ) -> Any:
-    """Build the optimizer, and set the hooks in `config` that the schedules call.
-
-    It is Adam with decoupled weight decay, which a plan may shard over the data-parallel ranks, or Muon, whose packages
-    must be installed. `tied_group`: `embedding_group` of :class:`Groups`, for per-stage TP/DP.
-    """
+    """Build the optimizer, and set the hooks in `config` that the schedules call. It is Adam with decoupled weight
+    decay, which a plan may shard over the data-parallel ranks, or Muon, whose packages must be installed. `tied_group`:
+    `embedding_group` of :class:`Groups`, for per-stage TP/DP."""
     ddp = models[0].ddp_config
     is_sharded_muon = train.optimizer == "muon" and plan.parallel.distributed_optimizer
     problem = "the plan shards the optimizer, which Megatron-Core's Muon does not support"
@@ -106,24 +104,21 @@ def build(
     muon: dict[str, Any] = {}
     if train.optimizer == "muon":
         muon = {"muon_tp_mode": "duplicated", "muon_fp32_matmul_prec": "medium" if config.bf16 else "highest"}
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            **{name: getattr(train, name) for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad")},
-            adam_beta1=train.beta1,
-            adam_beta2=train.beta2,
-            adam_eps=train.eps,
-            **{name: getattr(config, name) for name in ("bf16", "fp16", "params_dtype")},
-            use_distributed_optimizer=plan.parallel.distributed_optimizer,
-            overlap_param_gather=ddp.overlap_param_gather,
-            timers=breakdown,
-            **muon,
-        ),
-        list(models),
+    options = OptimizerConfig(
+        **{name: getattr(train, name) for name in ("optimizer", "lr", "min_lr", "weight_decay", "clip_grad")},
+        adam_beta1=train.beta1,
+        adam_beta2=train.beta2,
+        adam_eps=train.eps,
+        **{name: getattr(config, name) for name in ("bf16", "fp16", "params_dtype")},
+        use_distributed_optimizer=plan.parallel.distributed_optimizer,
+        overlap_param_gather=ddp.overlap_param_gather,
+        timers=breakdown,
+        **muon,
     )
+    optimizer = get_megatron_optimizer(options, list(models))
     experts.gather_once(megatron_versions.distributed(optimizer))
-    config.finalize_model_grads_func = (
-        partial(finalize_with_tied, group=tied_group) if plan.is_per_stage else finalize_model_grads
-    )
+    finalize = partial(finalize_with_tied, group=tied_group) if plan.is_per_stage else finalize_model_grads
+    config.finalize_model_grads_func = finalize
     config.grad_scale_func = optimizer.scale_loss
     no_sync = [m.no_sync for m in models] if ddp.overlap_grad_reduce else None
     config.no_sync_func = no_sync[0] if no_sync and len(models) == 1 else no_sync
@@ -166,11 +161,8 @@ def use_main_weights(optimizer: Any, models: Sequence[DistributedDataParallel]) 
 
 
 def check_numbers(optimizer: Any, step: int, losses: Sequence[float], updated: bool, norm: float | None) -> None:
-    """Raise RunFailed if a step's loss or gradient norm is not finite.
-
-    In fp16 a step is skipped (not `updated`) if its gradients overflow, and the loss scale is halved. At the least loss
-    scale an overflow ends the run.
-    """
+    """Raise RunFailed if a step's loss or gradient norm is not finite. In fp16 a step is skipped (not `updated`) if its
+    gradients overflow, and the loss scale is halved. At the least loss scale an overflow ends the run."""
     hint = "lower train.lr, or resume from an earlier checkpoint with other data"
     loss = next((loss for loss in losses if not math.isfinite(loss)), None)
     RunFailed.refuse(
@@ -187,11 +179,9 @@ def _is_scale_minimal(optimizer: Any) -> bool:
 
 
 def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
-    """Make `breakdown` measure the waits for which Megatron has no timer.
-
-    These are the waits for parameter gathers before a forward pass, and the wait in the gradient norm. The norm is an
-    all-reduce over all stages, in which a stage that finishes early waits for the other stages.
-    """
+    """Make `breakdown` measure the waits for which Megatron has no timer. These are the waits for parameter gathers
+    before a forward pass, and the wait in the gradient norm. The norm is an all-reduce over all stages, in which a
+    stage that finishes early waits for the other stages."""
     for inner in megatron_versions.inner_optimizers(optimizer):
         breakdown.wrap(inner, "get_grad_norm", "pipeline_wait_s")
     for model in models:
@@ -212,12 +202,10 @@ def _finish_param_sync(group: Any, finish: Callable[..., None], breakdown: Break
 def finalize_with_tied(
     models: list[Any], num_tokens: Any = None, *, group: dist.ProcessGroup | None, **options: Any
 ) -> None:
-    """Run Megatron-Core's ``finalize_model_grads``, then sum the tied embedding's gradient over both its stages.
-
-    It is used with per-stage TP/DP. `group`: all ranks of the first and the last stage; None on other ranks.
-    Megatron-Core sums over pairs of ranks that hold the same part of the embedding. With different TP the parts differ
-    in size. Each rank therefore writes the part that it holds into a full matrix, and an all-reduce sums the matrices.
-    """
+    """Run Megatron-Core's ``finalize_model_grads``, then sum the tied embedding's gradient over both its stages. It is
+    used with per-stage TP/DP. `group`: all ranks of the first and the last stage; None on other ranks. Megatron-Core
+    sums over pairs of ranks that hold the same part of the embedding. With different TP the parts differ in size. Each
+    rank therefore writes the part that it holds into a full matrix, and an all-reduce sums the matrices."""
     finalize_model_grads(models, num_tokens, **options)
     if group is None:
         return
@@ -235,9 +223,7 @@ def finalize_with_tied(
 
 def reduced_range(wrapped: Any, weight: torch.nn.Parameter) -> tuple[int, int]:
     """Return the range (first, end) of a parameter's elements that this rank holds after the data-parallel reduction.
-
-    The reduction is a reduce-scatter of the parameter's bucket. The range is empty if first equals end.
-    """
+    The reduction is a reduce-scatter of the parameter's bucket. The range is empty if first equals end."""
     buffer = next(b for b in wrapped.buffers if weight in b.param_index_map)
     start, end, number = buffer.param_index_map[weight]
     bucket = buffer.buckets[number]

@@ -75,8 +75,7 @@ def _compare_checksums(checksums: Mapping[str, torch.Tensor], group: dist.Proces
 
 
 def replica_differences(checksums_by_rank: Mapping[int, Sequence[int]], names: Sequence[str]) -> Iterator[str]:
-    """Yield a message for each of the parameters `names` whose checksums differ between ranks. It names the ranks
-    outside the majority."""
+    """Yield a message, naming the minority of ranks, for each of `names` whose checksums differ."""
     for column, name in enumerate(names):
         counts = Counter(row[column] for row in checksums_by_rank.values())
         if len(counts) > 1:

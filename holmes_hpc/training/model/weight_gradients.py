@@ -23,12 +23,9 @@ Product = tuple[torch.nn.Module, torch.Tensor, torch.Tensor, bool]  # layer, inp
 
 
 class WeightGradients:
-    """The weight gradients of a rank that are still to be computed.
-
-    `chunks`: the model chunks, in whose transformer layers all linear layers are split; `timers`: returns
-    Megatron-Core's timer of a name; `emulated`: number of a chunk -> a context in which the weight gradients of one of
-    its layers take their emulated time. Raise ConfigError for layers that cannot be split.
-    """
+    """The weight gradients of a rank that are still to be computed. `chunks`: the model chunks, in whose transformer
+    layers all linear layers are split; `timers`: returns Megatron-Core's timer of a name; `emulated`: number of a chunk
+    -> a context for the emulated time of a layer's gradients. Raise ConfigError for layers that cannot be split."""
 
     def __init__(self, chunks: Iterable[Any], timers: Callable[[str], Any]) -> None:
         self._timer = timers("backward-compute")
@@ -84,9 +81,7 @@ class WeightGradients:
 
 class _Product(torch.autograd.Function):
     """The multiplication of an input by a layer's weight, whose backward pass does not compute the weight's gradient.
-
-    The weight is not an argument of `forward`, so that DDP's hook does not expect its gradient.
-    """
+    The weight is not an argument of `forward`, so that DDP's hook does not expect its gradient."""
 
     @staticmethod
     def forward(
