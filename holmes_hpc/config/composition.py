@@ -189,14 +189,12 @@ def _parse(overrides: Sequence[str]) -> list[Any]:
 
 
 def _changes(key: str, changed_key: str) -> bool:
-    """Return whether an override of `key` sets `changed_key`, or an entry of it (``plan.nodes.ib-a``).
-    A key in a group is not an entry of the group."""
+    """Return whether an override of `key` sets `changed_key`, or an entry of it (``plan.nodes.ib-a``)."""
     return key == changed_key or (key.startswith(f"{changed_key}.") and changed_key not in GROUPS)
 
 
 def _unknown_keys(overrides: Sequence[Any]) -> Iterator[HolmesError]:
-    """Yield an error for each override of an undeclared key.
-    Additions (``+key``), deletions (``~key``) and keys of the group hydra are not checked."""
+    """Yield an error for each undeclared key, except additions, deletions, and keys of the group hydra."""
     for o in overrides:
         group, _, name = str(o.key_or_group).partition(".")
         first = name.partition(".")[0] if group in GROUPS else group

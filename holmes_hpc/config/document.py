@@ -85,8 +85,7 @@ def page() -> str:
 
 
 def _values_and_default(declared: Key) -> str:
-    """Return a text with the allowed values of a key, in short form, and its default.
-    If the default is null, null is not repeated among the allowed values."""
+    """Return the allowed values of a key, in short form, and its default, as text; a null default only once."""
     values = allowed(declared).removeprefix("use ")
     for pattern, short in _SHORT:
         values = re.sub(pattern, short, values)

@@ -110,8 +110,7 @@ def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, 
 
 
 def family_of(spec: ModelSpec) -> str:
-    """Return the `model_type` of the Hugging Face family with the architecture of this model.
-    Raise ConfigError if there is no such family."""
+    """Return the `model_type` of the Hugging Face family of this architecture. Raise ConfigError if there is none."""
     if not (spec.rope or spec.swiglu or spec.rmsnorm) and (
         spec.kv_heads == spec.heads and spec.query_width == spec.hidden and not spec.qk_norm
     ):
@@ -130,17 +129,15 @@ def family_of(spec: ModelSpec) -> str:
         if not (spec.qk_norm or spec.bias) and spec.query_width == spec.hidden:
             return "qwen2"
     parts = [
-        "rotary" if spec.rope else "learned",
-        "positions,",
-        "SwiGLU," if spec.swiglu else "GELU,",
-        "RMSNorm," if spec.rmsnorm else "LayerNorm,",
-        "QK norm," * spec.qk_norm,
-        "biases of queries, keys and values," * spec.qkv_bias,
-        f"{experts}," if experts.count else "",
-        f"heads {spec.head_width} wide",
-        f"and {spec.kv_heads} of {spec.heads} heads for keys",
+        "rotary positions" if spec.rope else "learned positions",
+        "SwiGLU" if spec.swiglu else "GELU",
+        "RMSNorm" if spec.rmsnorm else "LayerNorm",
+        "QK norm" * spec.qk_norm,
+        "biases of queries, keys and values" * spec.qkv_bias,
+        str(experts) * bool(experts.count),
+        f"heads {spec.head_width} wide and {spec.kv_heads} of {spec.heads} heads for keys",
     ]
-    problem = f"no supported Hugging Face family has {' '.join(filter(None, parts))}"
+    problem = f"no supported Hugging Face family has {', '.join(filter(None, parts))}"
     hint = "export models like Llama or Qwen (rope, swiglu, rmsnorm) or like GPT-2 (none of them)"
     raise ConfigError(problem, where=f"model {spec.name}", hint=hint)
 
@@ -176,16 +173,14 @@ class _Config:
         return value
 
     def require(self, name: str, *supported: Any) -> Any:
-        """Return the value of a key; the first of `supported` if the key is missing.
-        Raise DataError if the value is not one of `supported`."""
+        """Return the value of a key (default: the first of `supported`). Raise DataError if it is not supported."""
         value = self(name, supported[0])
         if value not in supported:
             self.refuse(f"{name} is {value!r}, only {' or '.join(map(repr, supported))} is covered", _HINT)
         return value
 
     def fields(self, family: str, **defaults: Any) -> dict[str, Any]:
-        """Return the fields of ModelSpec that each have one key in config.json, as {field: value}.
-        `defaults`: {field: value if its key is missing}."""
+        """Return {field: value} of the fields of ModelSpec that are one key each. `defaults`: of missing keys."""
         names = _TABLE["keys"][family]
         return {f: self(key, *([defaults[f]] if f in defaults else [])) for f, key in names.items()}
 

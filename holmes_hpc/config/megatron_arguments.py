@@ -72,8 +72,7 @@ def _ignored(name: str, text: str, used: Collection[str]) -> str:
 
 
 def _parse(source: str) -> dict[str, str]:
-    """Return {argument: its values, separated by spaces}; a switch has an empty text. A switch that a YAML file sets to
-    false is left out."""
+    """Return {argument: its values, separated by spaces}; a switch has an empty text, or is left out if false."""
     is_file = os.path.isfile(source)  # a command may be too long for a Path
     if not is_file and "--" not in source:
         raise _error(f"no file {source!r}", "give a file, or a command with options such as --num-layers")

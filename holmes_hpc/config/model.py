@@ -188,6 +188,12 @@ class ModelSpec(Checked, where="model {0.name}", error=PlanError):
         """Return plain data. Keys that older versions lack are left out if they have their defaults."""
         return {k: v for k, v in asdict(self).items() if k not in _NEWER_KEYS or getattr(self, k) != _NEWER_KEYS[k]}
 
+    def check_sequence(self, length: int) -> None:
+        """Raise PlanError if a sequence of `length` tokens is longer than the model allows."""
+        problem = f"sequence_length {length} is above the model's {self.max_positions}"
+        hint = "shorten the sequence or raise model.max_positions"
+        PlanError.refuse("batch", (length > self.max_positions, problem, hint))
+
     def padded_vocab(self, tp: int) -> int:
         """Return the number of vocabulary rows, padded as in Megatron-LM to a multiple of `vocab_multiple` * tp."""
         unit = self.vocab_multiple * tp
