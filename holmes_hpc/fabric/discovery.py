@@ -292,8 +292,7 @@ def _assumptions(grouping: Grouping, names: set[str], settled: Sequence[re.Patte
 
 
 def _divisions(nodes: Sequence[SiteNode], topology: Topology) -> Iterator[str]:
-    """Yield an `unsure:` line for each division of a pool's nodes by topology blocks or by numbered features (racks,
-    for example), because RDMA may not cross its boundaries."""
+    """Yield an `unsure:` line for each topology block or numbered feature (rack, say) at which RDMA may end."""
     places = [f for n in nodes for f in n.features if f in n.reading.unknown or _PLACE.match(f)]
     families = grouped((_NUMBER.sub("#", f), f) for f in places if _NUMBER.search(f))
     blocks = [topology.blocks[n.name] for n in nodes if n.name in topology.blocks]

@@ -63,9 +63,8 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Rule:
-    """A regular expression for whole features. Its named groups are facts about the matched feature.
-    `fixed`: further facts (key -> value), the same for every match; `own`: whether the features are labels of this
-    project; `unsupported`: as in :class:`Meaning`."""
+    """A regular expression for whole features. Its named groups are facts about the matched feature. `fixed`: further
+    facts of every match; `own`: its features are labels of this project; `unsupported`: as in :class:`Meaning`."""
 
     pattern: re.Pattern[str]
     fixed: dict[str, Any]

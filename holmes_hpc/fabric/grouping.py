@@ -249,8 +249,7 @@ def _usable(nodes: Sequence[SiteNode], notes: _Notes, reservation: str | None) -
 
 
 def _nic_names(nic: NicType, nodes: Sequence[SiteNode]) -> tuple[NicNames, dict[str, NicNames] | None]:
-    """Return the NIC names in the features of `nodes`: (their common names, None) if all nodes have the same names,
-    otherwise (no names, host list -> its names)."""
+    """Return (the common NIC names in the features of `nodes`, None), or (no names, host list -> its names)."""
     alike = _by(lambda n: n.reading.names if nic.rdma else NicNames(n.reading.names.ethernet), nodes)
     if len(alike) == 1:
         return alike[0][0], None

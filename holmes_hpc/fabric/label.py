@@ -70,8 +70,7 @@ def differences(
 
 
 def _compare_rates(nic: NicType, labelled: float | None, actual: float | None, node: str) -> list[Finding]:
-    """Return a finding if the rate in a node's features differs from the kernel's, or if the kernel knows none.
-    `labelled`, `actual`: these rates in Gb/s; None if not known."""
+    """Return a finding if these rates in Gb/s (None: not known) differ, or if the kernel knows none."""
     if actual is None:
         problem = f"the kernel does not know the {nic} rate: not compared"
         return [Finding("info", f"node {node}", problem, "none needed", node)]
@@ -165,7 +164,6 @@ def apply(commands: Iterable[Sequence[str]]) -> None:
 
 
 def helper_script() -> str:
-    """Return a script for Slurm's node_features/helpers. Without an argument, the script prints the expected features
-    of the node on which it runs, one per line. It needs only a POSIX shell and sysfs. It reads the name of the fabric
-    from /etc/holmes/fabric, if that file exists."""
+    """Return a script for Slurm's node_features/helpers. Without an argument, it prints the expected features of its
+    node, one per line. It needs only a POSIX shell and sysfs. /etc/holmes/fabric may have the fabric's name."""
     return Path(__file__).with_name("nic_features.sh").read_text(encoding="utf-8")

@@ -57,14 +57,12 @@ class Nic:
 
 @dataclass(frozen=True)
 class RdmaPort:
-    """A port of an RDMA device.
-
-    `kind`: ``ib``, ``roce``, or a kind that NCCL's IB transport does not use (``iwarp``, ``omnipath``, ``efa``,
-    ``usnic``); `interface`: the network interface that owns the port, or its bond; `gid`: of a RoCE port, the first
-    RoCE v2 GID with an IPv4 address; of an InfiniBand port, the first GID, whose upper half is the subnet prefix;
-    `gid_index`: index of a RoCE port's `gid`, only for display, because NCCL finds it itself; `gpus`: indices of the
-    nearest GPUs in PCI order; `pci`: the PCI path, root first; `physical`: PCI address of a virtual function's physical
-    function."""
+    """A port of an RDMA device. `kind`: ``ib``, ``roce``, or a kind that NCCL's IB transport does not use (``iwarp``,
+    ``omnipath``, ``efa``, ``usnic``); `interface`: the network interface that owns the port, or its bond; `gid`: of a
+    RoCE port, the first RoCE v2 GID with an IPv4 address; of an InfiniBand port, the first GID, whose upper half is the
+    subnet prefix; `gid_index`: index of a RoCE port's `gid`, only for display, because NCCL finds it itself; `gpus`:
+    indices of the nearest GPUs in PCI order; `pci`: the PCI path, root first; `physical`: PCI address of a virtual
+    function's physical function."""
 
     device: str
     port: int
@@ -88,7 +86,6 @@ class RdmaPort:
 @dataclass(frozen=True)
 class NodeNics:
     """All NICs of one node. `gpus`: PCI addresses of its GPUs; `notes`: lines on NICs that are not used, and why.
-
     `addressed`: whether the probe could read addresses. In a copy of sysfs it cannot, so a missing address means
     nothing. `verbs`: whether RDMA devices can be opened (``/dev/infiniband/uverbs*``), even if sysfs shows none, as in
     some containers; `sockets`, `hcas`: the only interfaces for sockets and the only ports (``mlx5_0:1``) for RDMA that

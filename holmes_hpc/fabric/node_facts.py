@@ -42,16 +42,14 @@ JOB_NODES = 16  # the most nodes that one job asks
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that one node reports about itself.
-
-    `expected_features`: the features that `holmes label` sets for its NICs; `ethernet`, `address`, `network`: name,
-    IPv4 address and IPv4 network of its Ethernet interface; `trouble`: why it has no such interface, and a hint;
-    `ipoib`: IPoIB interfaces, which NCCL would prefer for sockets; `findings`: differences from Slurm's features, and
-    settings that change a process group's network; `skew_s`: seconds by which its clock is ahead of the asking
-    machine's; `software`: name -> version; `missing`: the shared file, if the node does not see it; `hca`: its ports
-    for collectives, set only if it has both IB and RoCE ports; `plugin`: features of a network for which NCCL needs a
-    plugin, set only without IB and RoCE; `gpu`, `gpu_memory_gib`, `gpus`: name and memory (GiB) of its first GPU, and
-    its number of GPUs, by nvidia-smi."""
+    """The facts that one node reports about itself. `expected_features`: the features that `holmes label` sets for its
+    NICs; `ethernet`, `address`, `network`: name, IPv4 address and IPv4 network of its Ethernet interface; `trouble`:
+    why it has no such interface, and a hint; `ipoib`: IPoIB interfaces, which NCCL would prefer for sockets;
+    `findings`: differences from Slurm's features, and settings that change a process group's network; `skew_s`: seconds
+    by which its clock is ahead of the asking machine's; `software`: name -> version; `missing`: the shared file, if the
+    node does not see it; `hca`: its ports for collectives, set only if it has both IB and RoCE ports; `plugin`:
+    features of a network for which NCCL needs a plugin, set only without IB and RoCE; `gpu`, `gpu_memory_gib`, `gpus`:
+    name and memory (GiB) of its first GPU, and its number of GPUs, by nvidia-smi."""
 
     node: str
     nic: NicType
@@ -152,8 +150,7 @@ def ask_nodes(
 
 
 def answer_limit_s(node_count: int) -> int:
-    """Return the time limit, in seconds, for the answers of nodes. It grows with the number of nodes, because all of
-    them start Python from one shared file system."""
+    """Return the seconds that answers may take: more for many nodes, which start Python from one file system."""
     return 30 + node_count // 10
 
 

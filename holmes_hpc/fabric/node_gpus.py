@@ -13,8 +13,6 @@ _SIZE = re.compile(r"(?:(?:gpu|hbm|v?ram|mem)[\W_]?)+(\d+)(?:gi?b?)?|(\d+)gi?b",
 _HOST_MEMORY = re.compile(r"(mem|ram)", re.IGNORECASE)
 _FORM_FACTOR = re.compile("pcie|sxm|nvl|hgx|dgx", re.IGNORECASE)
 _KIND = re.compile(r"(.*)-(\d+)gb")  # a GPU kind that exists with several memory sizes: a100-80gb
-
-
 UNKNOWN_GPU = Gpu("gpu", peak_tflops=100.0, memory_gib=16.0, intra_node_gbps=200.0)
 
 

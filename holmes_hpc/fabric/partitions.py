@@ -28,13 +28,12 @@ class PoolJob:
 
 @dataclass(frozen=True)
 class NodeSettings:
-    """The user's settings for reading Slurm's nodes, and for short jobs that ask nodes for facts.
-
-    `vocabulary`: the site's own file of features; None: the file in HOLMES_FEATURES; `partitions`: the only partitions
-    to use; empty: all; `account`, `qos`, `reservation`: those of the user's jobs; None: not known; `setup`,
-    `job_options`: shell lines and srun options of the short jobs; `associations`: accounts and QOS that the user may
-    use, in place of an unknown `account` or `qos`; `groups`: the user's Unix groups; empty: not known; `pools`: name of
-    a pool or a node -> additional settings of the short jobs there (:class:`PoolJob`)."""
+    """The user's settings for reading Slurm's nodes, and for short jobs that ask nodes for facts. `vocabulary`: the
+    site's own file of features; None: the file in HOLMES_FEATURES; `partitions`: the only partitions to use; empty:
+    all; `account`, `qos`, `reservation`: those of the user's jobs; None: not known; `setup`, `job_options`: shell lines
+    and srun options of the short jobs; `associations`: accounts and QOS that the user may use, in place of an unknown
+    `account` or `qos`; `groups`: the user's Unix groups; empty: not known; `pools`: name of a pool or a node ->
+    additional settings of the short jobs there (:class:`PoolJob`)."""
 
     vocabulary: str | None = None
     partitions: tuple[str, ...] = ()
@@ -120,8 +119,7 @@ def _special_use(p: Partition, others: Sequence[Partition]) -> str | None:
 
 
 def keeps_others_selectable(chosen: Partition, nodes: Sequence[SiteNode], open_: dict[str, Partition]) -> bool:
-    """Return whether jobs can still select all `nodes` outside the partition `chosen`: each of them must be in an open
-    partition that has none of the `nodes` in `chosen`."""
+    """Return whether jobs can still select each of `nodes` outside `chosen`, by a partition without those in it."""
     selected = {n.name for n in nodes if chosen.name in n.partitions}
     free = {name for name, p in open_.items() if selected.isdisjoint(p.nodes)}
     return all(not free.isdisjoint(n.partitions) for n in nodes if n.name not in selected)

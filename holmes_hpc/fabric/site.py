@@ -54,8 +54,6 @@ def auto_dtype(gpus: Iterable[Gpu]) -> str:
 
 # A CPU rank stands in for an accelerator if nodes have no GPU (the testbed, a laptop).
 CPU = Gpu(name="cpu", peak_tflops=0.05, memory_gib=4, intra_node_gbps=40)
-
-
 _STORAGE = (
     "RDMA devices that the job must not use: by name, IPv4 subnet or GID prefix: "
     "[mlx5_8, 10.9.0.0/16, 'fec0:0:0:1::/64']"
@@ -117,9 +115,7 @@ class Pool(Checked, where="pool {0.name}", error=SiteError):
     fabric: Annotated[str, key("name of its fabric; empty: that of the pool")] = ""
     exclude: Annotated[str, key("nodes that its jobs must not get, if no feature excludes them: gpu[5-8]")] = ""
     gres_type: Annotated[str | None, key("type of its GPUs in Slurm's GRES, which jobs request")] = None
-    rdma_efficiency: Annotated[float | None, key("payload's share of rdma_gbps; null: as its NIC type", gt=0, le=1)] = (
-        None
-    )
+    rdma_efficiency: Annotated[float | None, key("payload's share of rdma_gbps; null: its NIC's", gt=0, le=1)] = None
 
     def __post_init__(self) -> None:
         if self.nic in tuple(NicType):
@@ -179,13 +175,9 @@ class FabricLink:
     """The network between two fabrics, if it differs from the Ethernet of their nodes."""
 
     between: Annotated[tuple[str, ...], key("the two fabrics: [FABRIC, FABRIC]")]
-    gbps: Annotated[
-        float | None, key("rate of a node of one fabric to the other; null: that of its Ethernet", unit="Gb/s", gt=0)
-    ] = None
+    gbps: Annotated[float | None, key("rate of a node; null: that of its Ethernet", unit="Gb/s", gt=0)] = None
     delay_ms: Annotated[float, key("one-way delay beyond that of their own networks", unit="ms", ge=0)] = 0.0
-    total_gbps: Annotated[
-        float | None, key("rate that all nodes share, each way; null: no limit", unit="Gb/s", gt=0)
-    ] = None
+    total_gbps: Annotated[float | None, key("rate that all nodes share; null: no limit", unit="Gb/s", gt=0)] = None
 
     def __post_init__(self) -> None:
         where = f"link {' - '.join(map(str, self.between))}" if isinstance(self.between, list | tuple) else "link"
@@ -212,9 +204,7 @@ class Site(Checked, where="site {0.name}", error=SiteError):
     name: Annotated[str, key("name of the site")]
     pools: Annotated[tuple[Pool, ...], key("its pools")]
     assumptions: Annotated[tuple[str, ...], key("assumptions in place of missing facts")] = ()
-    links: Annotated[
-        tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
-    ] = ()
+    links: Annotated[tuple[FabricLink, ...], key("links of fabrics: {between, gbps, total_gbps, delay_ms}")] = ()
 
     def _mistakes(self) -> Iterator[Case]:
         fabric_names, pairs = list(self.fabrics), [frozenset(link.between) for link in self.links]
@@ -239,10 +229,8 @@ class Site(Checked, where="site {0.name}", error=SiteError):
     @property
     def fabrics(self) -> dict[str, tuple[Pool, ...]]:
         """Fabric -> its pools."""
-        fabrics: dict[str, list[Pool]] = {}
-        for pool in self.pools:
-            fabrics.setdefault(pool.fabric_name, []).append(pool)
-        return {name: tuple(pools) for name, pools in fabrics.items()}
+        names = dict.fromkeys(pool.fabric_name for pool in self.pools)
+        return {name: tuple(pool for pool in self.pools if pool.fabric_name == name) for name in names}
 
     def pool(self, name: str) -> Pool:
         """Return the pool called `name`. SiteError if there is none."""
@@ -274,8 +262,7 @@ class Site(Checked, where="site {0.name}", error=SiteError):
         return gbps if link is None else min(link.gbps or gbps, (link.total_gbps or math.inf) / nodes)
 
     def delay_s(self, transport: str, sender: Pool, receiver: Pool | None = None) -> float:
-        """Return the one-way delay, in seconds, that the link between two fabrics adds to their networks' latency.
-        The arguments are those of :meth:`rate_gbps`."""
+        """Return the one-way delay in seconds of the link between two fabrics; arguments as in :meth:`rate_gbps`."""
         link = self._link_used(transport, sender, receiver)
         return link.delay_ms / 1e3 if link is not None else 0.0
 

@@ -38,14 +38,8 @@ class SiteFile(Checked, where="site {0.name}", error=SiteError):
     fabrics: Annotated[tuple[Any, ...], key("list at least one")]
     pools: Annotated[tuple[Any, ...], key("pools of the fabrics that have no nodes of their own")] = ()
     ethernet_gbps: Annotated[float | None, key("Ethernet send rate of a node", unit="Gb/s", gt=0)] = None
-    gpu: Annotated[
-        Gpu | None,
-        key("kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}, if known attention and fused_norm"),
-    ] = None
-
-    links: Annotated[
-        tuple[FabricLink, ...], key("networks between two fabrics: {between, gbps, total_gbps, delay_ms}")
-    ] = ()
+    gpu: Annotated[Gpu | None, key("kind of GPUs: {name, peak_tflops, memory_gib, intra_node_gbps}")] = None
+    links: Annotated[tuple[FabricLink, ...], key("links of fabrics: {between, gbps, total_gbps, delay_ms}")] = ()
     found: Annotated[Any, key("record of `holmes site`: what it found")] = None
 
 
@@ -180,8 +174,7 @@ def _fabric_place(entry: Any, position: int, places: Sequence[str]) -> str:
 
 
 def _with_figures(entry: Mapping[str, Any], where: str = "gpu") -> dict[str, Any]:
-    """Return the keys of a site file, a fabric or a pool. Missing figures of its GPU come from the kind's data sheet.
-    `where`: the place of `entry`, for error messages."""
+    """Return the keys of `entry`. Missing figures of its GPU come from the kind's data sheet. `where`: its place."""
     gpu = entry.get("gpu")
     if isinstance(gpu, str):  # gpu: A100
         gpu = {"name": gpu}
