@@ -21,7 +21,6 @@ from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit
 from holmes_hpc.planning.cost.costs import Costs, Software
 from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.profile import from_csv, from_sailor, is_sailor_profile
-from holmes_hpc.planning.plan.parts import check_sequence_length
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.explore import Clock
@@ -97,8 +96,7 @@ def costs(config: Configuration, plan: Plan | None = None, software_fields: Mapp
 
 
 def read_calibration(path: str, target: Plan | Configuration) -> Calibration:
-    """Return the calibration in a file. The file may also be a third party's layer profile (cost/profile.py).
-    ConfigError if the measured model is not that of `target`."""
+    """Return the calibration, or layer profile (cost/profile.py), in a file. ConfigError if it is for another model."""
     try:
         if path.endswith(".csv"):
             return from_csv(read_text(path), target.model, target.batch)
@@ -157,7 +155,7 @@ def make_plan(
         check_pace_factors(plan.site, config)
         check_fp8(plan.site, {c.pool for c in plan.components}, costs(replace(config, calibration=None), plan))
         return plan
-    check_sequence_length(config.model, config.batch.sequence_length)
+    config.model.check_sequence(config.batch.sequence_length)
     cost_model, target_site = cost_model or costs(config), target_site or site(config)
     check_pace_factors(target_site, config)
     target_site = target_site if config.site_file else with_known_gpus(target_site, config.plan.nodes or ())

@@ -47,10 +47,9 @@ class MeasuredPart(Checked, where="calibration"):
 
 @dataclass(frozen=True)
 class MeasuredPool(Checked, where="calibration"):
-    """The measurements on the nodes of one pool. `links`: by network (ib, roce, ethernet, local), the link for
-    messages; by `ib.reduce_scatter`, `ib.all_gather` and so on, the link for a collective over that network.
-    `optimizer_s`: seconds per parameter that a rank updates. `pass_s`: fixed seconds of a stage's pass, in addition to
-    layers, embedding and head. None: not measured."""
+    """The measurements on the nodes of one pool. `links`: by network (ib, roce, ethernet, local), for messages; by
+    `ib.reduce_scatter`, `ib.all_gather` and so on, for a collective over it. `optimizer_s`: seconds per parameter that
+    a rank updates. `pass_s`: fixed seconds of a stage's pass beyond layers, embedding and head. None: not measured."""
 
     fabric: Annotated[str, key("pool of the site; empty: any")] = ""
     gpu: Annotated[str, key("GPU kind as the site names it; empty: see device")] = ""
@@ -194,8 +193,7 @@ NO_CORRECTIONS = Corrections()
 
 
 def _is_layer_of(part: MeasuredPart, model: ModelSpec) -> bool:
-    """Return whether a measured layer can belong to `model`: it has the same width, and FLOPs within 1%.
-    FLOPs are not compared if the measured sequence length is unknown."""
+    """Return whether a measured layer can be of `model`: equal width, and FLOPs (if comparable) within 1%."""
     has_equal_flops = not part.sequence or abs(part.flops / layer_flops(model, part.tokens, part.sequence) - 1) < 0.01
     return part.hidden == model.hidden and has_equal_flops
 

@@ -98,8 +98,7 @@ def _corrections(names: Sequence[tuple[str, str]], logs: np.ndarray) -> Correcti
 
 
 def _residuals(runs: Sequence[ObservedRun], names: Sequence[tuple[str, str]], logs: np.ndarray) -> np.ndarray:
-    """Return log(predicted / measured) of the step time of each run, then of the compute time of each stage.
-    All stages of a run together weigh as much as its step time."""
+    """Return log(predicted / measured) of each run's step time, then of its stages, which weigh as much together."""
     corrections = _corrections(names, logs)
     steps, stages = [], []
     for run in runs:

@@ -16,14 +16,7 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import FLASH_ATTENTION, Gpu, Pool, auto_dtype
 from holmes_hpc.planning.cache import Memo
-from holmes_hpc.planning.cost.calibration import (
-    NO_CALIBRATION,
-    NO_CORRECTIONS,
-    Calibration,
-    Corrections,
-    MeasuredPart,
-    interpolate,
-)
+from holmes_hpc.planning.cost.calibration import NO_CALIBRATION, Calibration, Corrections, MeasuredPart, interpolate
 from holmes_hpc.planning.cost.flops import ffn_matrix, layer_flops, layer_parameters, layer_score_flops, part_flops
 from holmes_hpc.planning.cost.kernels import STACK, Device, Stack
 from holmes_hpc.planning.cost.layer_times import PARTS, Cpu, LayerShape, Seconds, all_reduce_s, part_times
@@ -31,11 +24,8 @@ from holmes_hpc.planning.cost.network_figures import GLOO_LINKS, NCCL_LINKS, Col
 from holmes_hpc.planning.cost.software import CURRENT, Software
 from holmes_hpc.planning.plan.transport import Transport
 
-__all__ = ["BYTES", "CURRENT", "Costs", "Software"]
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 MIN_COMPUTE_SHARE = 0.2  # least share of computing in a time under TP; the collectives take at most the remainder
-
-
 # An emulated pass takes this long in addition to its layers, for messages and for ranks that wake up late on shared
 # cores. Fitted to the *light* runs of the evaluation, on two cores (benchmarks/results/limit.md).
 EMULATED_PASS_S = 1.9e-3
@@ -61,7 +51,7 @@ class Costs:
     early_step: str | None = None
     software: Software = CURRENT
     stack: Stack = STACK
-    corrections: Corrections = NO_CORRECTIONS
+    corrections: Corrections = field(default_factory=Corrections)
 
     def __post_init__(self) -> None:
         self.calibration.refuse_other_settings(self.pace_layer_ms, self.dtype)
@@ -232,11 +222,8 @@ class Costs:
     def _cpu(self, gpu: Gpu) -> Cpu:
         return Cpu(gpu, self.weight_bytes(gpu), self.gradient_size, self.software_on(gpu).flash)
 
-    # -- from measurements ---------------------------------------------------------------------------------------------
-
     def _paced_s(self, shape: LayerShape, pool: Pool) -> Seconds:
-        """Return the seconds of (forward, backward) of an emulated layer, whose time does not depend on its size.
-        A measured time is used if there is one, otherwise `pace_layer_ms`."""
+        """Return the measured, else the emulated seconds of a layer's (forward, backward) of any size."""
         if rows := self.calibration.parts(pool, "layer", shape.model.hidden):
             tokens, tp = shape.tokens, shape.tp
             nearest = min(rows, key=lambda p: (abs(math.log(p.tokens / tokens)), abs(math.log(p.tp / tp))))

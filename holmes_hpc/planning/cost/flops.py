@@ -109,11 +109,14 @@ def part_flops(m: ModelSpec, part: str, tokens: int, sequence: int, tp: int) -> 
     }[part]
 
 
-def model_flops_per_step(model: ModelSpec, batch: Batch, tp: int = 1) -> float:
-    """Return the FLOPs of one step without recomputation. The backward pass has twice those of the forward pass."""
+def model_flops_per_step(
+    model: ModelSpec, batch: Batch, tp: int = 1, layers: int | None = None, is_first: bool = True, is_last: bool = True
+) -> float:
+    """Return the FLOPs of one step without recomputation, of the model or of a stage of `layers` layers. The backward
+    pass has twice those of the forward pass. `is_first`, `is_last`: the stage has the first layers, or the head."""
     tokens = batch.global_size * batch.sequence_length
-    layers = of_layers(model, lambda m: layer_flops(m, tokens, batch.context))
-    return 3 * (layers + head_flops(model, tokens, tp))
+    flops = of_layers(model, lambda m: layer_flops(m, tokens, batch.context), layers, is_first)
+    return 3 * (flops + head_flops(model, tokens, tp) * is_last)
 
 
 def hardware_flops_per_step(

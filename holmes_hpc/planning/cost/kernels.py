@@ -152,9 +152,8 @@ class Device:
         return moved_bytes / (self.bandwidth * self.stack.stream)
 
     def product_s(self, m: int, n: int, k: int, fp8: bool = False) -> float:
-        """Return the seconds of the matrix product (m, k) x (k, n).
-        If the tiles do not fill the GPU, several multiprocessors may share a tile (split-K). Each sums over a part of
-        k, and the partial sums are added in fp32."""
+        """Return the seconds of the matrix product (m, k) x (k, n). If the tiles do not fill the GPU, several
+        multiprocessors may share a tile (split-K): each sums over a part of k, and the parts are added in fp32."""
         sms, best = self.kind.sms, math.inf
         rate = self.peak * self.kind.product * self.stack.product
         if fp8:

@@ -21,7 +21,7 @@ from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.calibration import NO_CALIBRATION
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.plan.parallel import PIPELINE_ORDER, Parallel
+from holmes_hpc.planning.plan.parallel import Parallel
 from holmes_hpc.planning.plan.plan import Component, Plan, Schedule
 from holmes_hpc.planning.plan.transport import Transport, TransportRule
 from holmes_hpc.planning.schedule.kinds import PER_STAGE, ScheduleKind
@@ -58,12 +58,11 @@ def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layo
 
 @dataclass(frozen=True)
 class Layout:
-    """A :class:`Plan` without its layers per stage, and the costs that apply.
-
-    `memo`: cached results that depend on the placement of ranks; all variants of a layout (:meth:`with_settings`) share
-    it. `pool_memo`: cached results that depend only on pools; layouts that differ only in components, schedule,
-    recomputation, virtual stages and buckets may share it. With per-stage TP/DP, the costs of each stage come from a
-    uniform layout with the TP and DP of that stage (:attr:`views`)."""
+    """A :class:`Plan` without its layers per stage, and the costs that apply. `memo`: cached results that depend on the
+    placement of ranks; all variants of a layout (:meth:`with_settings`) share it. `pool_memo`: cached results that
+    depend only on pools; layouts that differ only in components, schedule, recomputation, virtual stages and buckets
+    may share it. With per-stage TP/DP, the costs of each stage come from a uniform layout with the TP and DP of that
+    stage (:attr:`views`)."""
 
     model: ModelSpec
     batch: Batch
@@ -193,7 +192,7 @@ class Layout:
 
     @property
     def is_hierarchical(self) -> bool:
-        return self.parallel.order != PIPELINE_ORDER
+        return self.parallel.is_hierarchical
 
     @property
     def strategy(self) -> str:

@@ -111,8 +111,7 @@ def layer_activation_bytes(shape: LayerShape, costs: Costs, gpu: Gpu) -> tuple[f
 
 
 def memory(layout: Layout, layers: np.ndarray) -> StageMemory:
-    """Return the peak memory of a rank of each stage, for layer splits of shape (plans, S, C).
-    It is the maximum over all kinds of pipeline replicas."""
+    """Return the peak memory of a rank of each stage over all replicas, for layer splits of shape (plans, S, C)."""
     if layout.is_per_stage:
         return _memory_per_stage(layout, layers)
     parts = [_replica_memory(layout, replica, layers) for replica in range(len(layout.replicas))]

@@ -20,13 +20,11 @@ from holmes_hpc.planning.schedule.simulation import RowDurations
 
 @dataclass(frozen=True)
 class ReplicaTimes:
-    """Network times of one pipeline replica.
-
-    `down`, `up`: seconds of a stage transfer from each stage to the next and to the previous one, (S,). `sync`: seconds
-    of (reducing gradients, gathering parameters), each as (per parameter, per bucket), (2, 2, S). `fsdp`: seconds of
-    (gathering parameters, reducing gradients) in every pass under FSDP, each as (per parameter, per call). `experts`:
-    as `sync`, for the weights of experts. `shares_nic`: whether the gradients of a stage and its transfers up use the
-    same NIC, (S,)."""
+    """Network times of one pipeline replica. `down`, `up`: seconds of a stage transfer from each stage to the next and
+    to the previous one, (S,). `sync`: seconds of (reducing gradients, gathering parameters), each as (per parameter,
+    per bucket), (2, 2, S). `fsdp`: seconds of (gathering parameters, reducing gradients) in every pass under FSDP, each
+    as (per parameter, per call). `experts`: as `sync`, for the weights of experts. `shares_nic`: whether the gradients
+    of a stage and its transfers up use the same NIC, (S,)."""
 
     down: np.ndarray
     up: np.ndarray

@@ -4,7 +4,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,7 @@ from holmes_hpc.errors import rounded
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.site import Gpu
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.flops import (
-    hardware_flops_per_step,
-    head_flops,
-    layer_flops,
-    model_flops_per_step,
-    of_layers,
-)
+from holmes_hpc.planning.cost.flops import hardware_flops_per_step, model_flops_per_step
 from holmes_hpc.planning.cost.group_bytes import sent_bytes
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.memory import memory
@@ -90,18 +83,15 @@ def limit_s(compute_s: Sequence[float], speeds: Sequence[float]) -> float:
 def kind_tflops(plan: Plan, seconds: float) -> dict[Gpu, float]:
     """Return the model TFLOP/s of one GPU of each kind in a step of `seconds`. The FLOPs of a kind are those of the
     layers on its stages and, if it has the last stage, of the head. They are divided by the number of its GPUs."""
-    p, model, batch = plan.parallel, plan.model, plan.batch
-    tokens = batch.global_size * batch.sequence_length
-    layer = partial(layer_flops, tokens=tokens, sequence=batch.sequence_length)
-    head = head_flops(model, tokens, p.vocabulary_parts)
+    p = plan.parallel
     flops_of, ranks_of = defaultdict[Gpu, float](float), defaultdict[Gpu, int](int)
     total = plan.parts.micro_batches(1)
     shares = p.pipeline_shares([c.ranks for c in plan.components], total)
     for component, counts in zip(plan.components, shares, strict=True):
         gpu, share = plan.site.pool(component.pool).gpu, sum(counts) / total
         for stage in component.stages:
-            layers = of_layers(model, layer, plan.stages[stage].layers, is_first=stage == 0)
-            flops_of[gpu] += 3 * share * (layers + head * (stage == p.pp - 1))
+            part = plan.stages[stage].layers, stage == 0, stage == p.pp - 1
+            flops_of[gpu] += share * model_flops_per_step(plan.model, plan.batch, p.vocabulary_parts, *part)
         ranks_of[gpu] += component.ranks
     return {gpu: flops / ranks_of[gpu] / seconds / 1e12 for gpu, flops in flops_of.items()}
 
@@ -138,9 +128,8 @@ def stage_breakdown(layout: Layout, layers: np.ndarray, seconds: float) -> list[
 
 
 def _row_parts(row: list[dict[str, Any]], simulated_end_s: float, end_s: float, scale: float) -> dict[str, float]:
-    """Return the parts of a step on one stage, until all gradients are reduced, which is at `end_s`.
-    `row`: events of the stage in a simulation that may be shorter and ends at `simulated_end_s`. `scale`: number of
-    micro-batches in the step over those in the simulation."""
+    """Return the parts of a step on one stage, until all gradients are reduced, which is at `end_s`. `row`: the stage's
+    events in a simulation that ends at `simulated_end_s`. `scale`: micro-batches of the step over those simulated."""
 
     def total(*kinds: str) -> float:
         return float(sum(e["end_s"] - e["start_s"] for e in row if e["kind"] in kinds))

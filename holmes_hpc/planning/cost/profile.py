@@ -121,8 +121,7 @@ def _measured_pool(rows: list[Row], gpu: str, model: ModelSpec, batch: Batch) ->
 
 
 def _measured_part(row: Row, rows: list[Row], model: ModelSpec, batch: Batch) -> MeasuredPart:
-    """Return the measured part of `row`, with times limited to those of larger micro-batches.
-    They are compared with rows of the same part, TP and sequence length."""
+    """Return the measured part of `row`, with times up to those of larger micro-batches of the same shape."""
     alike = [r for r in rows if (r.part, r.tp, r.sequence) == (row.part, row.tp, row.sequence)]
     larger = [r for r in alike if r.micro_size >= row.micro_size]
     sequence = row.sequence or batch.sequence_length

@@ -15,16 +15,15 @@ RECOMPUTABLE = ("scores", "norms", "ffn")  # parts of a layer for selective reco
 
 @dataclass(frozen=True)
 class Software(Checked, where="software"):
-    """The behaviour of a training program. The defaults describe current programs.
-
-    `attention`: flash (FlashAttention-2 or later, scores stay on the chip), flash1 (FlashAttention's first version),
-    sdpa (torch's fused attention), softmax (two batched matrix products around Megatron-LM's fused softmax), unfused
-    (separate operations). `sharding`: none or optimizer, between which a plan chooses, or FSDP's gradients
-    (SHARD_GRAD_OP) or full (FULL_SHARD). `scatter_transfers`: each TP rank sends its part of a replicated tensor, and
-    the receivers gather the parts (Megatron-LM's scatter/gather optimisation of 2021). `recompute_parts`: parts of a
-    layer that selective recomputation repeats (Megatron-Core's recompute_modules). `recompute_layers`: number of layers
-    per chunk that full recomputation repeats (recompute_num_layers of Megatron-Core's block method).
-    `backward_reductions`: 2 if matrix products with the same input are fused, more if gate or query are separate."""
+    """The behaviour of a training program. The defaults describe current programs. `attention`: flash (FlashAttention-2
+    or later, scores stay on the chip), flash1 (FlashAttention's first version), sdpa (torch's fused attention), softmax
+    (two batched matrix products around Megatron-LM's fused softmax), unfused (separate operations). `sharding`: none or
+    optimizer, between which a plan chooses, or FSDP's gradients (SHARD_GRAD_OP) or full (FULL_SHARD).
+    `scatter_transfers`: each TP rank sends its part of a replicated tensor, and the receivers gather the parts
+    (Megatron-LM's scatter/gather optimisation of 2021). `recompute_parts`: parts of a layer that selective
+    recomputation repeats (Megatron-Core's recompute_modules). `recompute_layers`: number of layers per chunk that full
+    recomputation repeats (recompute_num_layers of Megatron-Core's block method). `backward_reductions`: 2 if matrix
+    products with the same input are fused, more if gate or query are separate."""
 
     attention: Annotated[str, key("implementation of attention", one_of=ATTENTION)] = "flash"
     fused_norm: Annotated[bool, key("a norm is one kernel")] = True
@@ -38,9 +37,7 @@ class Software(Checked, where="software"):
     paired_transfers: Annotated[bool, key("1F1B sends and receives at the same time")] = True
     scatter_transfers: Annotated[bool, key("TP ranks split a stage transfer")] = False
     all_reduced: Annotated[bool, key("gradients are all-reduced despite a sharded optimizer")] = False
-    wire_bytes: Annotated[int | None, key("bytes of a gradient element on the wire; null: as in its buffer", ge=1)] = (
-        None
-    )
+    wire_bytes: Annotated[int | None, key("bytes of a gradient on the wire; null: as in its buffer", ge=1)] = None
     fp8: Annotated[bool, key("products of layers are in FP8")] = False
     deduplicated: Annotated[bool, key("a token for several experts crosses to their node once, as in DeepEP")] = False
     expert_imbalance: Annotated[float, key("tokens of the busiest EP rank, divided by the mean", ge=1)] = 1.0

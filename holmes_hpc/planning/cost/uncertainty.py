@@ -7,13 +7,12 @@ run was predicted with constants fitted to the other sets of runs, or to the run
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Annotated
 
 from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.records.files import read_yaml
 from holmes_hpc.schema import Checked, key, make
+from holmes_hpc.tables import read_table
 
 # Factors by which the ends of the interval widen. On known kinds, matrix products reach 0.42 to 0.86 of the peak.
 ASSUMED_KIND, UNLISTED_KIND, OTHER_SCALE, OTHER_SOFTWARE = 1.15, 1.35, 1.1, 1.1
@@ -42,8 +41,7 @@ class Uncertainty(Checked, where="uncertainty"):
 
 @cache
 def measured() -> Uncertainty:
-    path = Path(__file__).with_name("uncertainty.yaml")
-    return make(Uncertainty, read_yaml(path), path.name)
+    return make(Uncertainty, read_table(__file__), "uncertainty.yaml")
 
 
 def _reasons(layout: Layout) -> Iterator[tuple[float, str]]:

@@ -65,14 +65,13 @@ _stage = lru_cache(maxsize=1024)(StageParallel)  # a search asks for the same va
 
 @dataclass(frozen=True)
 class Parallel(Checked, where="parallel", error=PlanError):
-    """TP and DP of every stage, and the order of the ranks.
-
-    `virtual_stages`: model chunks of one pipeline rank (1: not interleaved). `optimizer_instances`: the number of equal
-    blocks of ranks in a data-parallel group. Gradients are reduce-scattered inside a block and all-reduced across
-    blocks (Megatron-Core's num_distributed_optimizer_instances). `sequence_parallel` applies to stages with TP above 1.
-    `cp`: number of consecutive replicas of a stage that share each sequence; what users set as DP excludes CP
-    (:attr:`replicas`). `ep` x `etp`: number of consecutive ranks of a stage that together hold all experts; each expert
-    is on `etp` ranks. In layouts that are not uniform, the fields in _UNIFORM_ONLY must have their defaults."""
+    """TP and DP of every stage, and the order of the ranks. `virtual_stages`: model chunks of one pipeline rank (1: not
+    interleaved). `optimizer_instances`: the number of equal blocks of ranks in a data-parallel group. Gradients are
+    reduce-scattered inside a block and all-reduced across blocks (Megatron-Core's num_distributed_optimizer_instances).
+    `sequence_parallel` applies to stages with TP above 1. `cp`: number of consecutive replicas of a stage that share
+    each sequence; what users set as DP excludes CP (:attr:`replicas`). `ep` x `etp`: number of consecutive ranks of a
+    stage that together hold all experts; each expert is on `etp` ranks. In layouts that are not uniform, the fields in
+    _UNIFORM_ONLY must have their defaults."""
 
     stages: tuple[StageParallel, ...]
     cp: Annotated[int, key("context parallel", ge=1)] = 1
@@ -131,6 +130,11 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def is_even(self) -> bool:
         """True if all stages have the same TP, DP and weights, so that a pipeline has one replica of each stage."""
         return all(stage == self.stages[0] for stage in self.stages)
+
+    @property
+    def is_hierarchical(self) -> bool:
+        """True if a pipeline is one block of ranks, so that data parallelism crosses fabrics."""
+        return self.order == HIERARCHICAL_ORDER
 
     def is_grid(self, micro_batches: int) -> bool:
         """Return whether all replicas compute equally many of `micro_batches`, so that each rank has one pipeline."""
@@ -197,9 +201,8 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     @property
     def can_overlap(self) -> bool:
-        """True if gradient and parameter collectives can overlap with compute.
-        In a pipeline, they can only if replicas take turns. With weights, a replica that finishes early could wait in a
-        collective for other replicas that wait for its transfers."""
+        """True if gradient and parameter collectives can overlap with compute. In a pipeline, replicas must take turns:
+        with weights, one that finishes early could wait in a collective for others that wait for its transfers."""
         return self.pp == 1 or not any(stage.weights for stage in self.stages)
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,7 +229,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     def grid(self) -> list[np.ndarray]:
         """Return the global ranks of each stage, shape (dp, tp), or (dp, cp x tp) if stages differ in CP."""
-        if self.order == HIERARCHICAL_ORDER:
+        if self.is_hierarchical:
             ranks = np.arange(self.world_size).reshape(self.dp, self.pp, self.tp)
             return [ranks[:, stage] for stage in range(self.pp)]
         return [
@@ -241,7 +244,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return (stage, replica, TP rank) of a rank; if stages differ in CP, (…, CP rank x TP + TP rank)."""
-        if self.order == HIERARCHICAL_ORDER:
+        if self.is_hierarchical:
             return rank // self.tp % self.pp, rank // (self.tp * self.pp), rank % self.tp
         stage = next(s for s, end in enumerate(self._first_ranks[1:]) if rank < end)
         sizes = self.stages[stage]
@@ -260,7 +263,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     def pipeline_shares(self, ranks: Sequence[int], micro_batches: int) -> list[list[int]]:
         """Return, for each component, the micro-batches of each pipeline through it. `ranks`: the components' ranks."""
         counts = [count for _, count in sorted(Counter(self.routes(micro_batches)[0]).items())]
-        if self.order == PIPELINE_ORDER:
+        if not self.is_hierarchical:
             return [counts for _ in ranks]
         pipelines = iter(counts)
         return [list(islice(pipelines, n // (self.tp * self.pp))) for n in ranks]

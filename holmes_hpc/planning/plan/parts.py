@@ -94,13 +94,6 @@ class Predicted(Checked, where="predicted", error=PlanError):
     share_of_limit: float | None = None
 
 
-def check_sequence_length(model: ModelSpec, length: int) -> None:
-    """Raise PlanError if a sequence of `length` tokens is longer than the model allows."""
-    message = f"sequence_length {length} is above the model's {model.max_positions}"
-    hint = "shorten the sequence or raise model.max_positions"
-    PlanError.refuse("batch", (length > model.max_positions, message, hint))
-
-
 def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
     """Raise PlanError for settings that experts or context parallelism do not support. `sizes`: an object with `tp`,
     `ep`, `etp`, `cp` (None means 1), `ep_comm`, `cp_comm`. `used`: {feature that neither supports: is it used}."""

@@ -16,23 +16,8 @@ from holmes_hpc.errors import Case, PlanError, RunFailed
 from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
-from holmes_hpc.planning.plan.parallel import (
-    HIERARCHICAL_ORDER,
-    Parallel,
-    abbreviated,
-    groups,
-    indivisible_sizes,
-    tp_across_nodes,
-)
-from holmes_hpc.planning.plan.parts import (
-    Component,
-    Predicted,
-    Schedule,
-    Stage,
-    check_experts_and_cp,
-    check_sequence_length,
-    lacks_layers,
-)
+from holmes_hpc.planning.plan.parallel import Parallel, abbreviated, groups, indivisible_sizes, tp_across_nodes
+from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage, check_experts_and_cp, lacks_layers
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.launches import check_launches
@@ -77,7 +62,7 @@ class Plan:
         PlanError.refuse("plan", (ignored, str(ignored), hint))
         self._check_nodes()
         PlanError.refuse("stages", *self._model_mistakes())
-        check_sequence_length(self.model, self.batch.sequence_length)
+        self.model.check_sequence(self.batch.sequence_length)
         self._check_experts_and_cp()
         if self.is_per_stage:
             self._check_per_stage()
@@ -122,7 +107,7 @@ class Plan:
         p = self.parallel
         used = {
             "per-stage TP/DP": self.is_per_stage,
-            "hierarchical data parallelism": p.order == HIERARCHICAL_ORDER,
+            "hierarchical data parallelism": p.is_hierarchical,
             "optimizer instances": p.optimizer_instances > 1,
             "zero_bubble": self.schedule.kind == "zero_bubble",
         }
@@ -137,7 +122,7 @@ class Plan:
 
     def _check_per_stage(self) -> None:
         p = self.parallel
-        strategy = "hierarchical-dp" if p.order == HIERARCHICAL_ORDER else "pipeline"
+        strategy = "hierarchical-dp" if p.is_hierarchical else "pipeline"
         if p.is_uniform:
             plain = Parallel(p.stages, order=p.order, sequence_parallel=p.sequence_parallel)
             if self.schedule.kind != PER_STAGE.name or p != plain:
@@ -158,12 +143,12 @@ class Plan:
         for c in self.components:
             pool = self.site.pool(c.pool)
             stages = tuple(range(p.pp))
-            if p.order != HIERARCHICAL_ORDER:
+            if not p.is_hierarchical:
                 stages = tuple(range(p.coordinates(first)[0], p.coordinates(first + c.ranks - 1)[0] + 1))
             for stage in stages:
                 sizes, first_pool = p.stages[stage], first_pools.setdefault(stage, pool)
                 PlanError.refuse("stages", tp_across_nodes(sizes.tp, c.gpus_per_node, f"component {c.pool}"))
-                is_split = self.is_per_stage and p.order != HIERARCHICAL_ORDER and sizes.ranks % c.gpus_per_node
+                is_split = self.is_per_stage and not p.is_hierarchical and sizes.ranks % c.gpus_per_node
                 problem = f"stage {stage}: {sizes.sizes()} on nodes of {c.gpus_per_node} ranks"
                 hint = "give a stage whole nodes: a multiple of the ranks of a node"
                 PlanError.refuse("stages", (is_split, problem, hint))

@@ -71,9 +71,8 @@ def _has_pools(plan: Any) -> bool:
 
 
 def digest(plan: Any) -> str:
-    """Return twelve hex digits that identify what a plan runs, the same in every release. They are computed as if the
-    plan were written as plan.yaml of version 1 (uniform) or 2 (per-stage TP/DP), without the transport entry of kind
-    `control`, which the oldest plan files lack."""
+    """Return twelve hex digits that identify what a plan runs, the same in every release: of plan.yaml in version 1
+    (uniform) or 2 (per-stage TP/DP), without the entry of kind `control`, which the oldest plan files lack."""
     data = to_dict(replace(plan, predicted=None, assumptions=(), alternatives=()))
     data["version"] = PER_STAGE if plan.is_per_stage else UNIFORM
     if plan.is_per_stage:

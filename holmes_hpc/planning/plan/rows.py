@@ -35,8 +35,7 @@ def exchanged_rows(
 
 
 def _token_ranges(part: int, tp: int, cp: int, splits: bool, length: int) -> list[tuple[int, int, int]]:
-    """Return the ranges of tokens that a part holds, as (first token, end, row of the first token).
-    With CP, a rank holds two chunks of a sequence (training/model/context_parallel.py)."""
+    """Return the ranges of tokens that a part holds (with CP, two chunks), as (first token, end, first row)."""
     cp_rank, tp_rank = divmod(part, tp)
     chunk, held = length // (2 * cp), length // cp
     chunks = [0] if cp == 1 else [cp_rank * chunk, (2 * cp - 1 - cp_rank) * chunk]
