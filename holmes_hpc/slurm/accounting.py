@@ -31,8 +31,7 @@ class Association:
 
 
 def read_associations() -> tuple[Association, ...]:
-    """Return this user's associations; empty if the accounting does not answer.
-    Before Slurm 23.11, their parent accounts are not known."""
+    """Return this user's associations, from Slurm 23.11 on with parent accounts; empty without an answer."""
     fields = ("Account", "QOS", "DefaultQOS", "Partition")
     rows = _show("association", *fields, "Lineage") or _show("association", *fields)
     associations = []

@@ -136,8 +136,7 @@ def slurm(*command: str, timeout_s: float = 60, seconds_as_epoch: bool = False) 
 
 
 def slurm_with_retries(arguments: Sequence[str], *, patience_s: float = 90, timeout_s: float = 60) -> Answer:
-    """Run a command of Slurm. While a daemon does not answer, retry with growing pauses for up to `patience_s`.
-    Use it only for commands that may run twice."""
+    """Run a command that may run twice. While a daemon does not answer, retry with growing pauses for `patience_s`."""
     for _ in attempts(patience_s, 0.5, longest_pause_s=10):
         answer = slurm(*arguments, timeout_s=timeout_s)
         if not answer.is_unreachable:

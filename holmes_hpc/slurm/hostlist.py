@@ -33,8 +33,7 @@ def numbers(text: str, limit: int = MAX_HOSTS) -> list[int]:
 
 def compress(hosts: Iterable[str]) -> str:
     """Return the host list of `hosts`, without duplicates. Raise SiteError for a text that is no host name. Names keep
-    the order of their first appearance; the numbers of a name ascend. Only numbers at the end of a name form ranges,
-    because not every Slurm command accepts others."""
+    their order, numbers ascend. Only numbers at the end form ranges, because not every Slurm command accepts others."""
     groups: dict[tuple[str, bool], list[str]] = {}
     for host in hosts:
         if not _PLAIN.match(host):

@@ -55,8 +55,7 @@ def _rows(cells: Mapping[str, str]) -> list[Row]:
 
 
 def _exit_status(text: str) -> int | None:
-    """Convert ``CODE:SIGNAL`` to a shell's exit status; None for any other text.
-    The status is CODE, or 128 + SIGNAL if CODE is 0 and a signal is given."""
+    """Convert ``CODE:SIGNAL`` to a shell's exit status, CODE or else 128 + SIGNAL; None for any other text."""
     match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     code, signal_number = (int(match[1]), int(match[2] or 0)) if match else (0, 0)
     return (code or 128 * bool(signal_number) + signal_number) if match else None

@@ -55,12 +55,11 @@ class Row:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of a job, joined from the states of its components.
-
-    `components`: each component's state; `source`: the command or file that reported it, empty if none did;
-    `unsettled`: whether a final state may still change, because a preempted job is requeued or some components are not
-    in the database yet; `nodes`, `component_nodes`: host lists; `start`: estimated start of a waiting job, in Unix
-    seconds; `waiting`: a text on jobs of the same run that still wait while another job of the run has started."""
+    """The state of a job, joined from the states of its components. `components`: each component's state; `source`: the
+    command or file that reported it, empty if none did; `unsettled`: whether a final state may still change, because a
+    preempted job is requeued or some components are not in the database yet; `nodes`, `component_nodes`: host lists;
+    `start`: estimated start of a waiting job, in Unix seconds; `waiting`: a text on jobs of the same run that still
+    wait while another job of the run has started."""
 
     state: SlurmState = UNKNOWN
     reason: str = ""

@@ -62,8 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Partition:
-    """A partition as Slurm shows it. `up`: whether it accepts and starts jobs; `allow_groups`, `allow_accounts`,
-    `allow_qos`: if empty, all are allowed."""
+    """A partition as Slurm shows it. `up`: whether it accepts and starts jobs; an empty `allow_*` allows all."""
 
     name: str
     nodes: tuple[str, ...]
@@ -143,9 +142,8 @@ class Topology:
 
 
 def parse_record(line: str) -> dict[str, str]:
-    """Parse a line of `scontrol -o show`: `Key=value` pairs, whose values may have spaces.
-
-    The first value of a key counts, because free text that may look like pairs (Reason, Comment) comes last."""
+    """Parse a line of `scontrol -o show`: `Key=value` pairs, whose values may have spaces. The first value of a key
+    counts, because free text that may look like pairs (Reason, Comment) comes last."""
     record: dict[str, str] = {}
     _, *pairs = _KEY.split(line)
     for key, value in zip(pairs[::2], map(str.strip, pairs[1::2]), strict=True):
@@ -227,8 +225,7 @@ def parse_partition(line: str) -> Partition:
 
 
 def parse_topology(text: str) -> Topology:
-    """Return the top switch and the block of each node in `scontrol show topology`.
-    A switch lists all nodes below it."""
+    """Return the top switch and block of each node in `scontrol show topology`. A switch lists all nodes below it."""
     trees: dict[str, str] = {}
     blocks: dict[str, str] = {}
     records = [parse_record(line) for line in _records(text, "SwitchName=") + _records(text, "BlockName=")]
@@ -246,8 +243,7 @@ def parse_config(text: str) -> Config:
 
 
 def minutes(text: object) -> float | None:
-    """Convert a time limit in Slurm's format (``90``, ``90:00``, ``1:30:00``, ``1-12``) to minutes; None for others,
-    such as ``infinite``."""
+    """Convert a time limit of Slurm (``90``, ``90:00``, ``1:30:00``, ``1-12``) to minutes; None for others."""
     match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(text).strip(), re.ASCII)
     if match is None:
         return None
