@@ -77,8 +77,7 @@ def run_showing(
 
 
 def sparsely(show: Show, pause_s: float) -> Show:
-    """Return a function that passes a line on to `show` at most once every `pause_s` seconds, and drops other lines.
-    The first `pause_s` seconds also count as a pause."""
+    """Return a function that passes a line to `show` every `pause_s` seconds at most, and drops other lines."""
     last_shown = time.monotonic()
 
     def show_if_due(line: str) -> None:

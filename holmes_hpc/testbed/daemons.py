@@ -76,8 +76,7 @@ def node_command(testbed: Testbed, node: str, argv: Sequence[str]) -> list[str]:
 
 
 def _with_socket_folder(testbed: Testbed, name: str, daemon: str, argv: Sequence[str]) -> list[str]:
-    """Return the command that runs `argv` with the folder of the auth/slurm socket of `daemon` mounted at /run/`name`,
-    if the testbed uses auth/slurm. It must run in a private mount namespace."""
+    """Return `argv`, with the socket folder of `daemon` at /run/`name` for auth/slurm, in a private mount namespace."""
     if testbed.auth == slurmconf.MUNGE:
         return list(argv)
     return ["sh", "-c", BIND_SOCKETS, f"/run/{name}", str(testbed.paths.sack_folder(daemon)), *argv]

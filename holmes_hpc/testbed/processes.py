@@ -71,8 +71,7 @@ def find(directory: Path | None, namespaces: Collection[int]) -> list[TestbedPro
 
 
 def kill_all(directory: Path | None, namespaces: Collection[int]) -> None:
-    """Kill the processes that :func:`find` returns by SIGKILL, even if they fork meanwhile.
-    Raise TestbedError if one survives for _KILL_S."""
+    """Kill the processes of :func:`find`, and their forks, by SIGKILL. TestbedError if one survives for _KILL_S."""
     where = str(directory or f"netns {', '.join(map(str, namespaces))}")
     for _ in attempts(_KILL_S, 0.05):
         if not (survivors := find(directory, namespaces)):

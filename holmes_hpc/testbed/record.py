@@ -37,13 +37,11 @@ def state_dir() -> Path:
 
 @dataclass(frozen=True)
 class Record:
-    """The record of one testbed.
-
-    `prefix`: prefix of the names of its namespaces and interface; `subnet`: a /16 in CIDR form; `password`: password of
-    its database; `release`: Debian release of its programs; `topology`: text of its topology file; `made_directory`:
-    whether `up` created the directory; `run_netns`: state of /run/netns before `up`; `slurm`: installation prefix of a
-    Slurm that `make install` installed, empty for Slurm from the release's packages; `auth`: Slurm's auth plugin;
-    `ready`: false while the testbed is being created or removed."""
+    """The record of one testbed. `prefix`: prefix of the names of its namespaces and interface; `subnet`: a /16 in CIDR
+    form; `password`: password of its database; `release`: Debian release of its programs; `topology`: text of its
+    topology file; `made_directory`: whether `up` created the directory; `run_netns`: state of /run/netns before `up`;
+    `slurm`: installation prefix of a Slurm that `make install` installed, empty for Slurm from the release's packages;
+    `auth`: Slurm's auth plugin; `ready`: false while the testbed is being created or removed."""
 
     prefix: str
     subnet: str

@@ -62,8 +62,6 @@ def auth_plugin(prefix: Path, version: str) -> str:
     raise TestbedError(problem, where=f"--slurm {prefix}", hint=hint)
 
 
-# --- build from source -----------------------------------------------------------------------------------------------
-
 # Options of configure. The first lets one munged serve the daemons of several nodes; the others omit unused parts.
 OPTIONS = ("--enable-multiple-slurmd", "--disable-debug", "--disable-x11", "--disable-slurmrestd")
 FLAGS = "-O1 -g0 -pipe"
@@ -78,8 +76,7 @@ def cache_folder() -> Path:
 
 def build(source: Path, progress: Show) -> Path:
     """Build Slurm from `source`, a folder or a tarball, unless an earlier build is in the cache. Return its prefix. A
-    build takes some minutes on all cores, and 200 MB. Raise TestbedError if `source` does not exist or if the build
-    fails. The error quotes the last line of the log."""
+    build takes some minutes on all cores, and 200 MB. Raise TestbedError, with the log's last line, if it fails."""
     source = source.absolute()
     if not source.exists():
         raise TestbedError("does not exist", where=f"--slurm-source {source}", hint="give a folder or a tarball")

@@ -46,9 +46,6 @@ def _current() -> Testbed:
     return _load(directory, record)
 
 
-# --- up ---------------------------------------------------------------------------------------------------------------
-
-
 def up(
     topology_path: str | Path | None = None,
     release: str | None = None,
@@ -188,9 +185,6 @@ def _wait_for_nodes(testbed: Testbed, progress: Show, check_alive: Callable[[], 
     raise TestbedError(f"{node_states} after {READY_S} s", where="testbed", hint=hint)
 
 
-# --- status and repair ------------------------------------------------------------------------------------------------
-
-
 def _daemons_alive(testbed: Testbed) -> dict[str, bool]:
     """Return {daemon: whether its process is alive} for ``munged``, …, ``slurmd.ib1``."""
     inodes = network.inodes(testbed.wiring.namespaces)
@@ -292,9 +286,6 @@ def _env(testbed: Testbed) -> dict[str, str]:
 def env() -> dict[str, str]:
     """Return the variables with which Slurm's commands use this testbed. Raise TestbedError if it is not up."""
     return _env(_current())
-
-
-# --- down -------------------------------------------------------------------------------------------------------------
 
 
 def down(progress: Show = lambda _: None) -> bool:

@@ -45,9 +45,7 @@ class FabricSpec:
     partition: Annotated[str, key("Slurm partition of its nodes")]
     nodes: Annotated[int, key("number of nodes", ge=1, lt=10**7)]
     prefix: Annotated[str, key("prefix of its nodes' names; default: the partition's name in lower case")] = ""
-    rdma_mbit: Annotated[
-        float | None, key("rate of the RDMA NIC; none if nic is ethernet", unit="Mbit/s", gt=0, lt=10**7)
-    ] = None
+    rdma_mbit: Annotated[float | None, key("rate of its RDMA NIC, if any", unit="Mbit/s", gt=0, lt=10**7)] = None
     ranks: Annotated[int, key("ranks per node", ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
