@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 import yaml
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import append_line, locked, map_leaves, to_json, write_whole
+from holmes_hpc.records.files import locked, map_leaves, to_json, write_whole
+from holmes_hpc.records.line_file import LineFile
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
 from holmes_hpc.records.untrusted import BLOCK_BYTES, MAX_LINES_BYTES, from_json, open_file, read_file, read_object
@@ -49,6 +50,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.nics = self.path / "nics"
         self.exits = self.path / "exits"
+        self._metrics, self._ranks = LineFile(self.metrics_path), LineFile(self.path / "ranks.jsonl")
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -145,17 +147,27 @@ class RunDirectory:
 
     # -- metrics.jsonl ----------------------------------------------------------------------------------------------
 
-    def append_metrics(self, line: Mapping[str, Any]) -> None:
-        """Append the metrics of one step to metrics.jsonl, rounded by :func:`rounded`.
-        Raise RunFailed if they cannot be written, for example on a full disk. The file then keeps its old length."""
+    def append_metrics(self, line: Mapping[str, Any], warn: Callable[[str], object] = str) -> None:
+        """Append the metrics of one step to metrics.jsonl, rounded by :func:`rounded`. On a full disk the line waits;
+        see :meth:`LineFile.append`. Raise RunFailed if it cannot be written."""
         if not isinstance(line.get("step"), int):
             problem = f"the step's number is {line.get('step')!r}"
             raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
-        append_line(self.metrics_path, to_json(rounded(line)))
+        self._metrics.append(to_json(rounded(line)), warn=warn)
 
     def append_ranks(self, line: Mapping[str, Any]) -> None:
-        """Append one step's measurements of all ranks to ranks.jsonl. Raise RunFailed if they cannot be written."""
-        append_line(self.path / "ranks.jsonl", to_json(line))
+        """Append one step's measurements of all ranks to ranks.jsonl, as :meth:`append_metrics` does."""
+        self._ranks.append(to_json(line))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether metrics wait for space on the disk."""
+        return self._metrics.is_behind
+
+    def finish_lines(self) -> None:
+        """Write the lines that wait for space on the disk. Raise RunFailed if it stays full."""
+        self._metrics.finish()
+        self._ranks.finish()
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of each step as a mapping, in order of steps. Steps that a restart undid are left out.

@@ -151,9 +151,8 @@ class Trainer:
             self._record(losses, fields, step_time_s, parts)
             if self.trace is not None:
                 self.trace.write(self.step)
-            is_copying = self.copies is not None and self.copies.is_busy
             self.control_flags.start(
-                stop=bool(signals.received), writing=self.checkpoints.is_writing(), copying=is_copying
+                stop=bool(signals.received), writing=self.checkpoints.is_writing(), copying=self._is_copying
             )
             if any_rank.stop and self.step < self.settings.steps:
                 return self._stop_early()
@@ -176,11 +175,12 @@ class Trainer:
         if self.checkpoints.has_unfinished_save:
             is_just_saved = self.step == self._saved_step + 1  # then the flags in `any_rank` precede the save
             if not (self.checkpoints.is_any_rank_writing() if is_just_saved else any_rank.writing):
-                self._finish_checkpoint()
+                self._finish_checkpoint(may_fail=True)
         if interval and (self.step % interval == 0 or self.step == self.settings.steps):
-            self._save()
+            self._save(wait=self.step == self.settings.steps)
         if self.copies is not None and self.copies.is_due(self.step, any_rank.copying):
             self._finish_record()  # a run that continues after this step does not repeat it
+            self.checkpoints.is_copied = self.copies.has_copied
             self.copies.start(self.step)
         self.profiler.start_step(self.step + 1)
         self._pause_s = time.perf_counter() - start
@@ -198,9 +198,9 @@ class Trainer:
         self.checkpoints.save(self.step, {"loss": self.last_metrics.get("loss")}, wait)
         self.watchdog.start_phase(f"finishing step {self.step}")
 
-    def _finish_checkpoint(self) -> None:
+    def _finish_checkpoint(self, may_fail: bool = False) -> None:
         self.watchdog.start_phase("finishing the checkpoint", LONG_PHASE)
-        self.checkpoints.finish_save()
+        self.checkpoints.finish_save(may_fail)
         self.watchdog.start_phase(f"finishing step {self.step}")
 
     def _stop_early(self) -> dict[str, Any]:
@@ -347,8 +347,8 @@ class Trainer:
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
         )
         has_paused = "pause_before_s" in fields or self.checkpoints.has_unfinished_save
-        is_copying = self.copies is not None and self.copies.is_busy
-        self._is_step_only = bool(self.last_metrics) and not has_paused and not is_copying
+        self._is_copying = self.copies is not None and (self.copies.is_busy or session.run.is_behind)
+        self._is_step_only = bool(self.last_metrics) and not has_paused and not self._is_copying
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:
             self._logged_at = time.monotonic()
@@ -366,7 +366,7 @@ class Trainer:
             gathering.fields["fabric_bytes"] = fabric_bytes
         entry = metrics_line.metrics_line(self.plan, rows, step, gathering.unix_time_s, gathering.fields, self._speeds)
         self.last_metrics = entry = {**entry, "attempt": self.session.attempt}
-        self.session.run.append_metrics(entry)
+        self.session.run.append_metrics(entry, warn=log_line)
         if step % metrics_line.RANKS_EVERY == 1:
             self.session.run.append_ranks({**metrics_line.rank_line(rows, step), "attempt": self.session.attempt})
         if self.loggers is not None:
@@ -381,7 +381,7 @@ class Trainer:
 
     def close(self) -> None:
         """Write the rest of the NIC log and of a profile, wait for pending stage transfers, and close the loggers."""
-        self.nic_log.write()
+        self.nic_log.finish()
         if self.copies is not None:
             self.copies.finish()
         self.profiler.close()

@@ -70,6 +70,7 @@ class Session:
 
     def close(self) -> None:
         """Leave the groups and the store. Rank 0, which hosts the store, leaves last."""
+        self.run.finish_lines()
         process_groups.close()
         self.store.set(f"left/{self.launch.rank}", "1")
         if self.launch.rank == 0:

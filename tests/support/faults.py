@@ -219,12 +219,14 @@ def stop_rank(target: Target) -> None:
     os.kill(target.pids[0], signal.SIGCONT)
 
 
-def fill_disk(target: Target) -> Repair:
+def fill_disk(target: Target) -> None:
+    """Fill the disk of the checkpoints until a save has failed."""
     ballast = target.run.path.parent / DISK / "ballast"
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass
-    return ballast.unlink
+    until(lambda: "No space left on device" in target.run.log_path(0).read_text(), "a failed save")
+    ballast.unlink()
 
 
 def remount_read_only(target: Target) -> Repair:
@@ -279,7 +281,7 @@ KINDS: dict[str, Kind] = {
     "node killed": Kind(kill_node),
     "RDMA link cut": Kind(cut_rdma),
     "slurmctld restarted": Kind(end_daemon("slurmctld", signal.SIGTERM), ends_attempt=False),  # as systemd does
-    "checkpoint disk full": Kind(fill_disk, overrides=ON_DISK),
+    "checkpoint disk full": Kind(fill_disk, ends_attempt=False, overrides=ON_DISK),
     "KILL while saving": Kind(kill_rank, while_saving=True),
 }
 MORE_KINDS: dict[str, Kind] = {

@@ -65,6 +65,11 @@ class Copies:
         """Whether the last copy is not finished. After an error it never is, so that no rank starts another one."""
         return self._thread.is_alive() or self._has_failed
 
+    @property
+    def has_copied(self) -> bool:
+        """Whether a copy was started or loaded before."""
+        return bool(self._ranges)
+
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def is_due(self, step: int, any_is_busy: bool) -> bool:

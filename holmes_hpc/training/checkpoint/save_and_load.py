@@ -31,7 +31,7 @@ from torch.distributed.checkpoint import CheckpointException
 from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
-from holmes_hpc.records.files import is_full
+from holmes_hpc.records.files import DISK_FULL, is_full
 from holmes_hpc.training.checkpoint import (
     checkpoint_directory,
     file_checksums,
@@ -50,6 +50,7 @@ METADATA = {
     "singleton_local_shards": False,
 }
 POLL_S = 0.05
+SEE_RANK_0 = "the checkpoint cannot be written, see rank 0's log"
 _OPTIMIZER_KEYS = {"distributed_optimizer": None, "optimizer_instances": None}  # no effect on dropout's random numbers
 _ERRORS = (CheckpointingException, CheckpointException)
 
@@ -76,6 +77,7 @@ class Checkpoints:
             self._strategy = FullyParallelSaveStrategyWrapper(self._strategy, replicas, do_cache_distribution=True)
         self._save_start, self._unfinished = 0.0, self.folder
         self.saved_step = 0  # of the last checkpoint that this attempt loaded or, on rank 0, completed
+        self.is_copied = False  # in memory
         filesystem_async._results_queue = writer_process.Results()  # Megatron-Core has no argument for its queue
 
     # -- saving -----------------------------------------------------------------------------------------------------
@@ -84,8 +86,8 @@ class Checkpoints:
         """Start to save the state after `step`, once an earlier save is finished.
 
         With `wait`, or without `checkpoint_async`, return when the checkpoint is complete. `extra`: more fields of
-        holmes.json."""
-        self.finish_save()
+        holmes.json. With `wait`, raise RunFailed on a full disk even if there is an earlier checkpoint."""
+        self.finish_save(may_fail=True)
         if any(not inner.optimizer.state for inner in megatron_versions.inner_optimizers(self.optimizer)):
             if self._rank == 0:  # in fp16, while the loss scale is still too large
                 log_line(f"step {step}: not saved, since the optimizer has applied no update yet")
@@ -95,12 +97,17 @@ class Checkpoints:
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
         path = self._unfinished = checkpoint_directory.unfinished_path(self.folder, step, self.attempt)
+        error: OSError | None = None
         if self._rank == 0:
             try:
                 path.mkdir(parents=True, exist_ok=True)
+                if is_full(path):  # the ranks would fail at different points
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as e:
-                raise checkpoint_directory.write_error(path, e) from e
-        dist.barrier(group=self._group)
+                error = e
+        if self._any_rank(error is not None):
+            self._fail(path, error or RuntimeError(SEE_RANK_0), may_fail=not wait)
+            return
         description = {
             "model": asdict(self.plan.model),
             "parallel": self.plan.parallel.to_dict(),
@@ -117,7 +124,7 @@ class Checkpoints:
         except (OSError, RuntimeError, *_ERRORS) as e:
             raise self._failed_save(path, e) from e
         if wait or not self.train.checkpoint_async:
-            self.finish_save()
+            self.finish_save(may_fail=not wait)
 
     def is_writing(self) -> bool:
         """Return whether this rank's writer is running."""
@@ -130,16 +137,29 @@ class Checkpoints:
         """True from the start of a save until it has finished on all ranks."""
         return self._calls.get_num_unfinalized_calls() > 0
 
-    def finish_save(self) -> None:
-        """Wait for the save in progress and complete its checkpoint."""
+    def finish_save(self, may_fail: bool = False) -> None:
+        """Wait for the save in progress and complete its checkpoint. `may_fail`: on a full disk only warn, if the state
+        of an earlier step is in a checkpoint or in memory."""
         if not self.has_unfinished_save:
             return
         while self.is_any_rank_writing():  # A slow disk may take longer than the time-out of one collective.
             time.sleep(POLL_S)
         try:
             self._calls.maybe_finalize_async_calls(blocking=True)
-        except (OSError, RuntimeError, *_ERRORS) as e:
+        except _ERRORS as e:  # raised on all ranks
+            self._fail(self.folder, e, may_fail)
+        except (OSError, RuntimeError) as e:
             raise self._failed_save(self.folder, e) from e
+
+    def _fail(self, path: Path, error: BaseException, may_fail: bool) -> None:
+        """Raise the error of a failed save, or only warn: see :meth:`finish_save`. All ranks call this."""
+        write_error = self._failed_save(path, error)
+        is_disk_full = any(os.strerror(number) in str(write_error) for number in DISK_FULL)
+        may_fail = may_fail and is_disk_full and (self.saved_step > 0 or self.is_copied)
+        if self._any_rank(self._rank == 0 and not may_fail):
+            raise write_error from error
+        if self._rank == 0:
+            log_line(f"warning: {write_error}; training goes on")
 
     def _failed_save(self, path: Path, error: BaseException) -> Exception:
         """Return the error of a failed save. Rank 0 removes the half-written checkpoint, which may fill the disk."""
@@ -149,7 +169,7 @@ class Checkpoints:
                 shutil.rmtree(self._unfinished, ignore_errors=True)
             return write_error
         if not getattr(error, "failures", True):  # torch gives the cause to rank 0 only, which reports it
-            return RuntimeError("the checkpoint cannot be written, see rank 0's log")
+            return RuntimeError(SEE_RANK_0)
         return _write_error(path, error)
 
     def is_any_rank_writing(self) -> bool:
@@ -163,9 +183,16 @@ class Checkpoints:
 
     def _finish(self, path: Path, step: int, description: Mapping[str, Any]) -> None:
         """Complete the checkpoint on rank 0, after all ranks have written. All ranks call this."""
+        failures = dict[int, Any]()
         if self._rank == 0:
-            files = file_checksums.collect_checksums(path)
-            checkpoint_directory.finish(path, step, description, files)
+            try:
+                files = file_checksums.collect_checksums(path)
+                checkpoint_directory.finish(path, step, description, files)
+            except (RunFailed, OSError, ValueError) as e:
+                failures[0] = e, None
+        if self._any_rank(bool(failures)):
+            raise CheckpointException("write", failures)
+        if self._rank == 0:
             checkpoint_directory.prune(self.folder, self.train.checkpoint_keep)
             self.saved_step = step
             size_mb, duration_s = sum(size for size, _ in files.values()) / 1e6, time.perf_counter() - self._save_start
@@ -329,6 +356,8 @@ def _inner_error(error: BaseException) -> Any:
 def _write_error(path: Path, error: BaseException) -> RunFailed:
     """Return a RunFailed that reports any error of saving in one line. Torch hides a full disk in its own errors."""
     inner = _inner_error(error)
+    if isinstance(inner, RunFailed):
+        return inner
     if isinstance(inner, OSError):
         return checkpoint_directory.write_error(path, inner)
     if is_full(path if path.exists() else path.parent):

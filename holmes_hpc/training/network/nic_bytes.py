@@ -21,7 +21,8 @@ from holmes_hpc.fabric.nics import NodeNics, candidates, role_of
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.fabric.site import NicType
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.records.files import append_line, to_json
+from holmes_hpc.records.files import to_json
+from holmes_hpc.records.line_file import LineFile
 from holmes_hpc.training.rank.launch import Launch
 
 SAMPLE_BYTES = 1 << 20
@@ -179,8 +180,8 @@ class NicLog:
     """
 
     def __init__(self, folder: Path, node: str, attempt: int) -> None:
-        self._path, self._node, self._attempt = folder / f"{node}.jsonl", node, attempt
-        self._lines: list[str] = []
+        self._file, self._node, self._attempt = LineFile(folder / f"{node}.jsonl"), node, attempt
+        self._folder, self._lines = folder, list[str]()
         self._last_write = 0.0
 
     def add(self, step: int, counted: Counters) -> None:
@@ -196,12 +197,17 @@ class NicLog:
             self.write()
 
     def write(self) -> None:
-        """Write the collected lines. Raise RunFailed on a full disk."""
+        """Write the collected lines, or keep them while the disk is full. Raise RunFailed as a LineFile does."""
         if self._lines:
-            with contextlib.suppress(OSError):  # append_line reports the error
-                self._path.parent.mkdir(exist_ok=True)
-            append_line(self._path, "\n".join(self._lines))
+            with contextlib.suppress(OSError):  # the file's error is reported
+                self._folder.mkdir(exist_ok=True)
+            self._file.append(*self._lines)
         self._lines, self._last_write = [], time.monotonic()
+
+    def finish(self) -> None:
+        """Write all lines, as soon as the disk has space."""
+        self.write()
+        self._file.finish()
 
 
 def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:

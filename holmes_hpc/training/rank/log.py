@@ -74,8 +74,9 @@ def _stdout_is(path: Path) -> bool:
 
 
 def log_line(text: str) -> None:
-    """Log one line with a time stamp."""
-    print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
+    """Log one line with a time stamp. On a full disk it waits for the next line."""
+    with contextlib.suppress(OSError):
+        print(f"{datetime.now().strftime('%Y-%m-%d %H:%M:%S.%f')[:-3]} {text}", flush=True)
 
 
 def one_line(error: BaseException) -> str:

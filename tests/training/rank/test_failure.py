@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -203,23 +204,56 @@ def test_a_non_finite_gradient_norm_ends_the_run(tmp_path: Path) -> None:
     assert "the gradient norm is" in ended.output[0] and "Traceback" not in "".join(ended.output)
 
 
-@pytest.mark.integration
-def test_a_full_disk_ends_with_exit_1_and_complete_lines(tmp_path: Path) -> None:
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """Return a folder on a disk of 16 MiB."""
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(small)], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(small)], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")
-    try:
-        run = spawn.begin(small / "run", spawn.plan(dp=2), {"train": {**SLOW, "checkpoint_interval": 3}})
-        ended = run.finish()
-        assert set(ended.codes) == {1}, ended.output
-        assert "No space left on device" in "".join(ended.output)
-        assert "Traceback" not in "".join(ended.output)
-        lines = (small / "run/metrics.jsonl").read_text().splitlines()
-        assert lines and all(json.loads(line) for line in lines)
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
+    yield small
+    subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+def fill(path: Path) -> Path:
+    """Fill the disk with the file `path`."""
+    with open(path, "wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return path
+
+
+@pytest.mark.integration
+def test_a_full_disk_at_the_first_checkpoint_ends_with_exit_1_and_complete_lines(small: Path) -> None:
+    run = spawn.begin(small / "run", spawn.plan(dp=2), {"train": {**SLOW, "checkpoint_interval": 20}})
+    run.wait_for_step(2)
+    fill(small / "ballast")
+    ended = run.finish()
+    assert set(ended.codes) == {1}, ended.output
+    assert "No space left on device" in "".join(ended.output)
+    assert "Traceback" not in "".join(ended.output)
+    lines = (small / "run/metrics.jsonl").read_text().splitlines()
+    assert lines and all(json.loads(line) for line in lines)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_is_full_for_some_seconds_costs_no_step(asynchronous: bool, small: Path) -> None:
+    train = {"steps": 60, "pace_layer_ms": 3, "checkpoint_interval": 10, "checkpoint_async": asynchronous}
+    run = spawn.begin(small / "run", spawn.plan(dp=2), {"train": train})
+    run.wait_for_step(14)
+    ballast, last_step = fill(small / "ballast"), run.run.metrics()[-1]["step"]
+    time.sleep(2.5)
+    assert last_step <= run.run.metrics()[-1]["step"] <= last_step + 20
+    ballast.unlink()
+    ended = run.finish()
+    assert set(ended.codes) == {0}, ended.output
+    assert ended.column("step") == list(range(1, 61)) and run.run.attempt == 1
+    log = ended.log(0)
+    assert "No space left on device; free some space" in log and "training goes on" in log
+    assert "No space left on device; lines wait in memory" in log and "lines written after" in log
+    assert (small / "run/checkpoints/step-00000060/holmes.json").exists()
 
 
 @pytest.mark.integration
