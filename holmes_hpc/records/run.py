@@ -133,6 +133,13 @@ class RunDirectory:
             self._write_run(data)
         return number
 
+    def update_attempt(self, attempt: int, **values: Any) -> None:
+        """Set keys of a recorded attempt. Other writers wait meanwhile."""
+        with locked(self.path / ".lock"):
+            data = self.read_run()
+            data["attempts"][attempt - 1] |= values
+            self._write_run(data)
+
     @property
     def attempt(self) -> int:
         """The number of the latest attempt; 0 before the first."""
@@ -175,12 +182,7 @@ class RunDirectory:
         An attempt undoes all steps that earlier attempts made at or after its own first step. If an attempt wrote two
         lines for a step, the second line adds keys, such as the validation loss. Broken lines are skipped."""
         steps: dict[int, dict[str, Any]] = {}
-        for raw in self.metrics_bytes().split(b"\n"):
-            try:
-                entry = from_json(raw)
-                step, attempt = int(entry["step"]), int(entry.get("attempt") or 1)
-            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
-                continue
+        for step, attempt, entry in self.metrics_lines():
             previous = steps.get(step)
             previous_attempt = int(previous.get("attempt") or 1) if previous else 0
             if previous is not None and attempt == previous_attempt:
@@ -194,6 +196,13 @@ class RunDirectory:
                 entries.append(entry)
                 latest_attempt = attempt
         return entries
+
+    def metrics_lines(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
+        """Yield the step, attempt and content of each line of metrics.jsonl. Broken lines are skipped."""
+        for raw in self.metrics_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
+                entry = from_json(raw)
+                yield int(entry["step"]), int(entry.get("attempt") or 1), entry
 
     def metrics_bytes(self) -> bytes:
         """Return the bytes of metrics.jsonl; empty if there is none."""

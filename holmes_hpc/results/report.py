@@ -13,6 +13,7 @@ from holmes_hpc.records.logs import logged_warnings
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, comparison_text, tables
+from holmes_hpc.results.attempts import attempts_tables
 from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_breakdown
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
@@ -66,7 +67,9 @@ class Report:
 
     def tables(self) -> list[Table]:
         """Return all tables, the most important first."""
-        return tables.one_run(self.run, self.plan) if self.single else comparison_tables(self.comparison, self.by)
+        if not self.single:
+            return comparison_tables(self.comparison, self.by)
+        return [*tables.one_run(self.run, self.plan), *attempts_tables(RunDirectory(self.run["path"]))]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values, in seconds and bytes; null if unknown."""

@@ -88,6 +88,8 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     for text, name in _TABLE["rates"].items():
         rows.append(_figure(text, run[name], predicted.get(name), hide_error=name != "tokens_per_s"))
     rows.append(_figure("peak memory, GiB (maximum over ranks)", _gib(peak), _gib(max(memory or [math.nan]))))
+    if has_value(run["goodput"]) and run["attempts"] > 1:
+        rows.append(["seconds in steps that were not repeated", f"{run['goodput']:.0%}", "", "", ""])
     losses = f"{format_number(run['first_loss'], 4)} to {format_number(run['loss'], 4)}"
     rows.append(["loss, first to last step", losses, "", "", ""])
     if has_value(run["validation_loss"]):

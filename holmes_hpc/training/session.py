@@ -68,6 +68,12 @@ class Session:
     def cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def record_load(self, loaded: str, step: int) -> None:
+        """Record what this attempt has loaded, its first step and its nodes. Only rank 0 writes."""
+        if self.launch.rank == 0:
+            nodes = compress(sorted({n.node for n in self.node_of_rank}))
+            self.run.update_attempt(self.attempt, loaded=loaded, first_step=step + 1, nodes=nodes)
+
     def close(self) -> None:
         """Leave the groups and the store. Rank 0, which hosts the store, leaves last."""
         self.run.finish_lines()

@@ -38,6 +38,23 @@ def test_throughput_of_one_run(one: Report) -> None:
     )
 
 
+def test_attempts_show_what_each_one_loaded_and_what_it_cost(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", steps=20)
+    last = run.metrics()[-1]
+    for step in range(18, 25):
+        run.append_metrics({**last, "step": step, "attempt": 2, "time": last["time"] + 5 + step - 18})
+    first = {"nodes": "ib[1-2]", "loaded": "nothing", "first_step": 0, "ended": "node lost", "lost": ["ib2"]}
+    run.update_attempt(1, **first)
+    run.start_attempt({"nodes": "ib[1,3]", "loaded": "copy in memory", "first_step": 18})
+    made = load_report([run.path])
+    rows = [list(row.values()) for row in cells_of(made, "Attempts of a")]
+    assert rows[0] == ["1", "ib[1-2]", "nothing", "0", "0", "–", "node lost: ib2"]
+    assert rows[1] == ["2", "ib[1,3]", "copy in memory", "18", "2", "5.00", "–"]
+    assert 0 < made.run["goodput"] <= 1
+    figures = {row["figure"]: row["measured"] for row in cells_of(made, "Throughput")}
+    assert figures["seconds in steps that were not repeated"].endswith("%")
+
+
 def test_bytes_planned_and_counted(one: Report) -> None:
     rows = cells_of(one, "Bytes sent")
     assert [row["network"] for row in rows] == [

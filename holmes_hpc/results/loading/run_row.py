@@ -14,7 +14,7 @@ import yaml
 
 from holmes_hpc.errors import HolmesError, counted
 from holmes_hpc.records.files import to_json
-from holmes_hpc.records.rates import RATES, first_attempt_of_plan, harmonic_mean
+from holmes_hpc.records.rates import RATES, finite, first_attempt_of_plan, goodput, harmonic_mean
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
 from holmes_hpc.records.untrusted import from_yaml, read_file, read_object
@@ -46,7 +46,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     try:
         steps = read_steps(run, first_attempt_of_plan(record))
         row.update(_identity(record, steps, result or {}), **_configuration(record), **plan_columns(plan))
-        row.update(figures(steps))
+        row.update(figures(steps), goodput=_goodput(record, steps))
     except (TypeError, ValueError, AttributeError, OverflowError, HolmesError) as e:
         message = str(e) if isinstance(e, HolmesError) else f"{row['path']}: {type(e).__name__}: {e}"
         row.update(state="unreadable", error=message)
@@ -133,6 +133,12 @@ def _two_levels(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration with dotted keys: {"name": …, "train": {"lr": …}} becomes {"name": …, "train.lr": …}."""
     groups = {group: keys if isinstance(keys, dict) else {"": keys} for group, keys in config.items()}
     return {f"{group}.{key}".rstrip("."): value for group, keys in groups.items() for key, value in keys.items()}
+
+
+def _goodput(record: dict[str, Any], steps: Steps) -> float:
+    created, times = _time(record["created"]), finite(steps.scalars["time"])
+    useful_s = float(np.nansum(steps.scalars["step_time_s"]))
+    return goodput(useful_s, created.isoformat(), float(times[-1])) if created and len(times) and useful_s else math.nan
 
 
 def figures(steps: Steps) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The attempts of a run's job: the log, progress and recorded end of each. A requeue starts another attempt."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,12 @@ def has_recorded_end(run: RunDirectory, attempt: str) -> bool:
     return any(a.get("start") == attempt for a in run.read_run()["attempts"][-1:])
 
 
-def record_attempt_end(run: RunDirectory, attempt: str, state: str) -> None:
+def record_attempt_end(run: RunDirectory, attempt: str, state: str, lost: Sequence[str] = ()) -> None:
     """Record the last step of the latest attempt and the state in which it ended, before a requeue.
-    :func:`has_new_steps` compares the next attempt with it."""
+    :func:`has_new_steps` compares the next attempt with it. `lost`: the nodes that an elastic run lost."""
     attempts = run.read_run()["attempts"]
     if attempts and "start" not in attempts[-1]:
         step = last_step(run)
         attempts[-1] |= {"start": attempt, "ended": state, **({} if step is None else {"last_step": step})}
+        attempts[-1] |= {"lost": list(lost)} if lost else {}
         run.update_run(attempts=attempts)

@@ -173,6 +173,7 @@ class Copies:
             key, moves = newest
             self._load(key, moves, {entry: slot for slot in loaded for entry in indexes[slot].entries})
             step = key[0]
+            self._session.record_load("copy in memory", step)
             self._step = step - (self._every or 0)  # until the next copy, a lost part exists only once
             if self._rank == 0:
                 checkpoint_directory.remove_unfinished(folder)

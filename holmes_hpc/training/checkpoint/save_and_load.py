@@ -61,7 +61,8 @@ class Checkpoints:
 
     def __init__(self, session: Session, train: TrainConfig, models: Sequence[Any], optimizer: Any, group: Any) -> None:
         self.folder, self.plan, self.attempt = session.run.checkpoints, session.plan, session.attempt
-        self.train, self.models, self.optimizer, self._group = train, models, optimizer, group
+        self._session, self.train, self._group = session, train, group
+        self.models, self.optimizer = models, optimizer
         self._rank, self._device = dist.get_rank(), next(models[0].parameters()).device.type
         self._has_uniform_tp = len(self.plan.parallel.tps) == 1
         # DP replicas share the work of writing and reading, except if only some stages have replicas: the stages would
@@ -219,6 +220,7 @@ class Checkpoints:
                     checkpoint_directory.check_identity(saved_model, self.plan.model, str(checkpoint.path))
                     self._load(checkpoint)
                 self.saved_step = checkpoint.step
+                self._session.record_load("checkpoint", checkpoint.step)
                 return checkpoint.step
             first_problem = first_problem or f"{path.name}: {damage}"
             if self._rank == 0:
@@ -228,6 +230,7 @@ class Checkpoints:
             raise DataError(f"all checkpoints are damaged ({first_problem})", where=str(paths[0].parent), hint=hint)
         if folder is not None:
             self._load_hugging_face(folder)
+        self._session.record_load("nothing" if folder is None else "weights", 0)
         return 0
 
     def _load_hugging_face(self, path: Path) -> None:
