@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE  # every process would compile the package, and
 
 CPU_TORCH := https://download.pytorch.org/whl/cpu
 
-.PHONY: help install demo lint unit quick test test-thorough test-breaking test-current test-slurm explore fuzz faults submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
+.PHONY: help install demo lint unit quick test test-thorough test-breaking test-current test-slurm explore fuzz faults elastic submission-contract planner-regret test-nccl gpu-wheels gpu-proof bench-gpu docs evaluation clean
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## / - /'
 
@@ -62,6 +62,9 @@ fuzz: install ## mutated inputs (plans, sites, records, Slurm's output, sysfs), 
 
 faults: install ## at least 24 runs interrupted by random faults; a repeated command continues
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)
+
+elastic: install ## eight random scripts of lost nodes in elastic runs on the testbed; a repeated command continues
+	$(BIN)/python tests/support/elastic_scripts.py $(SCRIPTS)
 
 CONTRACT ?= submitit waiting many_jobs sweepers
 
