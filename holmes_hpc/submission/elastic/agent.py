@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,12 +28,13 @@ from holmes_hpc.submission.elastic.connection import (
     MAX_BYTES,
     Order,
     Published,
+    code_version,
     is_kept_up,
     published_path,
     read_published,
 )
 from holmes_hpc.submission.elastic.decision import JOIN_S, REQUEUE, Beat
-from holmes_hpc.submission.executor.environment import LEADER, own_member
+from holmes_hpc.submission.executor.environment import LEADER, own_member, ranks_of_job
 from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.local_ranks import preload, redirect_output
 from holmes_hpc.waiting import attempts
@@ -79,7 +81,7 @@ class Agent:
         self.tries_since = time.monotonic()  # if it has to connect again
         while True:
             self._reap(os.WNOHANG)
-            values = (self._start, len(self._ranks), self._codes, self.member, self.is_leaving)
+            values = (self._start, len(self._ranks), self._codes, self.member, self.is_leaving, code_version())
             beat = Beat(os.environ["SLURMD_NODENAME"], *values)
             connection.send_bytes(json.encode(beat))
             if not connection.poll(self._dead_s):
@@ -161,8 +163,17 @@ def start_coordinator(run: RunDirectory, start: int) -> int:
     return pid
 
 
+def is_spare(run: Path) -> bool:
+    """Return whether this node is a spare of the first start, which loads torch at low priority. In tests, nodes share
+    the CPUs."""
+    node, spares = os.environ["SLURMD_NODENAME"], RunDirectory(run).config["elastic"]["spares"]
+    return any(node in part.nodes[len(part.nodes) - spares :] for part in ranks_of_job(os.environ))
+
+
 def main(folder: Path, import_path: str = "") -> None:
-    config = preload(prepare(folder, import_path))
+    code_version()  # before a commit can change it
+    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(19 * is_spare(folder.parent),)) as thread:
+        config = thread.submit(preload, prepare(folder, import_path)).result()
     path, dead_s = published_path(folder), float(config["elastic"]["dead_s"])
     agent = Agent(RunDirectory(config["run_dir"]), dead_s)
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)

@@ -16,6 +16,8 @@ from typing import NamedTuple
 
 from msgspec import ValidationError, convert
 
+from holmes_hpc import __version__
+from holmes_hpc.commit import git_commit
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.ownership import is_own
 from holmes_hpc.submission.elastic.claims import attempt_path
@@ -23,6 +25,12 @@ from holmes_hpc.submission.elastic.claims import attempt_path
 OWNER_ONLY = 0o600
 MAX_BYTES = 1 << 16  # of a message
 WATCH_S = 1.5
+CODE = "HOLMES_CODE"
+
+
+def code_version() -> str:
+    """Return the version and commit of this process's code. A coordinator that an agent starts has the agent's."""
+    return os.environ.get(CODE) or os.environ.setdefault(CODE, " ".join(filter(None, (__version__, git_commit()))))
 
 
 class Order(NamedTuple):

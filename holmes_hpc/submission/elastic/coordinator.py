@@ -36,7 +36,7 @@ from holmes_hpc.slurm.commands import slurm
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
-from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, listen, published_path
+from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, code_version, listen, published_path
 from holmes_hpc.submission.elastic.decision import REQUEUE, Beat, Placement, State, place
 from holmes_hpc.submission.elastic.members import MemberState
 from holmes_hpc.submission.elastic.planner import Planner
@@ -60,7 +60,7 @@ class Coordinator:
         self._planner, self._plan, self._folder = planner, plan, run.path / "submission"
         self.claimed, self.is_aside = state.start - (not state.is_takeover), False
         self._reasons = dict[str, str]()  # lost node -> why
-        self._ended = ""  # why the ranks' last start ended; empty after a takeover
+        self._ended, self._lost = "", sorted(state.gone)  # why the ranks' last start ended ("" after a takeover); nodes
         self.is_handover, self._counted_at = False, 0.0
 
     def serve(self, connection: Connection, secret: bytes) -> None:
@@ -72,6 +72,9 @@ class Coordinator:
             while node not in self.state.gone:
                 beat = json.decode(connection.recv_bytes(MAX_BYTES), type=Beat)
                 with self._lock:
+                    if beat.code != code_version():
+                        connection.send_bytes(json.encode(self._refuse(beat)))
+                        return
                     if not node and not self.state.admit(beat, time.monotonic()):
                         return  # the agent tries again
                     node = beat.node
@@ -81,6 +84,14 @@ class Coordinator:
         if node:
             self.state.gone.add(node)
             self.state.heard_at[node] = -math.inf
+
+    def _refuse(self, beat: Beat) -> Order:
+        """Give up a node whose agent runs other code. Return the order that ends the agent."""
+        reason = f"it runs holmes_hpc {beat.code}, and the coordinator {code_version()}"
+        if self._reasons.setdefault(beat.node, reason) is reason:
+            log_batch_line(f"node {beat.node} is not used: {reason}; install the same code on all nodes")
+        self.state.gone.add(beat.node)
+        return Order(self.state.start, is_end=True)
 
     def _order(self, node: str) -> Order:
         state, placement = self.state, self.state.placement
@@ -114,6 +125,7 @@ class Coordinator:
             if decision.placement is not None:
                 if state.is_started or not self._ended:  # otherwise they ended before
                     self._ended = decision.ended
+                self._lost = [*([] if state.is_started else self._lost), *decision.lost]
                 self._change(lost if decision.lost else decision.reason, decision.placement, decision.plan)
             missing_plans = state.missing_plans(now)
         if decision.is_go:  # without the lock, so that agents get answers meanwhile
@@ -155,7 +167,8 @@ class Coordinator:
         if not self.claim(self.state.start):
             return
         if self.state.start > 1:
-            attempts.record_attempt_end(self._run, attempts.attempt_id(os.environ), self._ended or "node lost")
+            attempt, ended = attempts.attempt_id(os.environ), self._ended or "node lost"
+            attempts.record_attempt_end(self._run, attempt, ended, self._lost)
         if self._plan.id != Plan.read(self._run.plan_path).id:
             self._run.reopen(self._plan.to_yaml())
             self._run.update_run(plan_id=self._plan.id, components=self._plan.layout)

@@ -83,7 +83,8 @@ def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> P
 class Beat:
     """A message from the agent of `node`. `start`: number of the latest start of ranks that the agent knows; `running`:
     number of these ranks that run on the node; `codes`: {rank: exit code} of those that ended; `member`: index of the
-    component to whose job the node belongs, if each is a separate job; `is_leaving`: whether that job is ending."""
+    component to whose job the node belongs, if each is a separate job; `is_leaving`: whether that job is ending;
+    `code`: version and commit of the agent's code."""
 
     node: str
     start: int = 0
@@ -91,6 +92,7 @@ class Beat:
     codes: Mapping[int, int] = field(default_factory=dict)
     member: int | None = None
     is_leaving: bool = False
+    code: str = "an earlier release"
 
 
 @dataclass
@@ -169,11 +171,11 @@ class State:
     def decide(self, now: float) -> "Decision":
         """Return what the coordinator does next."""
         nodes, present = self.placement.nodes, self.present(now)
-        is_awaited = any(n not in self.beats and not self.is_lost(n, now) for n in self.heard_at)
-        if self.is_takeover and is_awaited:  # an agent may still find the new coordinator
+        awaited = [n for n in self.heard_at if n not in self.beats and not self.is_lost(n, now)]
+        if self.is_takeover and awaited:  # an agent may still find the new coordinator
             return Decision()
         if lost := tuple(node for node in nodes if self.is_lost(node, now)):
-            return Decision(lost, code=1) if self.is_stopping else _decide_without(lost, self, present)
+            return Decision(lost, code=1) if self.is_stopping else _decide_without(lost, self, present, awaited)
         if not self.is_started:
             is_go = self.have_ended(present) and self.beats.keys() >= set(nodes)
             return Decision(code=1) if self.is_stopping else Decision(is_go=is_go)
@@ -213,9 +215,12 @@ def decide_by_codes(state: State, now: float) -> Decision:
     return Decision(code=code)
 
 
-def _decide_without(lost: tuple[str, ...], state: State, present: Collection[str]) -> Decision:
-    """Return the decision after the loss of nodes: a spare takes over, or a plan for the remaining nodes."""
-    if placement := state.placement.without(lost, present):
+def _decide_without(
+    lost: tuple[str, ...], state: State, present: Collection[str], awaited: Collection[str]
+) -> Decision:
+    """Return the decision after the loss of nodes: a spare takes over, or a plan for the remaining nodes.
+    `awaited`: nodes whose agents still load torch."""
+    if placement := state.placement.without(lost, present) or state.placement.without(lost, {*present, *awaited}):
         return Decision(lost, placement)
     nodes = state.placement.usable_nodes(present)
     sizes, problem = tuple(map(len, nodes)), "no spare node of its component is left"

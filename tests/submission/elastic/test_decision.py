@@ -73,7 +73,13 @@ def test_spares_that_are_lost_or_not_ready_take_no_place() -> None:
     beats = {node: Beat(node, 1) for node in NODES if node != "ib3"}
     without_ib3 = state(beats=beats, heard_at=silent("ib2"))
     assert decide(without_ib3) == Decision(("ib2",), PLACEMENT.without(["ib2"], ["ib4"]))
-    assert decide(replace(without_ib3, heard_at=silent("ib2", "ib4"))) == Decision(("ib2",))  # until there is a plan
+    without_ib4 = replace(without_ib3, heard_at=silent("ib2", "ib4"))
+    decision = decide(without_ib4)  # ib3 still loads torch
+    assert decision == Decision(("ib2",), PLACEMENT.without(["ib2"], ["ib3"])) and decision.placement is not None
+    waiting = replace(without_ib4, placement=decision.placement, is_started=False)
+    assert not decide(waiting).is_go
+    never = {**silent("ib2", "ib4"), "ib3": NOW - JOIN_S - 1}
+    assert decide(replace(without_ib3, heard_at=never)) == Decision(("ib2",))  # until there is a plan
 
 
 def test_a_coordinator_that_most_nodes_left_at_once_may_be_cut_off() -> None:

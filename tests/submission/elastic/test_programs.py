@@ -29,6 +29,7 @@ from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_clai
 from holmes_hpc.submission.elastic.connection import (
     Order,
     Published,
+    code_version,
     is_kept_up,
     listen,
     published_path,
@@ -128,6 +129,12 @@ def test_only_who_knows_the_secret_is_admitted(tmp_path: Path) -> None:
     assert not published.may_live(5.0)
 
 
+@pytest.fixture(autouse=True)
+def code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set the version, which git would be asked for."""
+    monkeypatch.setenv("HOLMES_CODE", "1.2.0 abc")
+
+
 class Site:
     """A coordinator, and connections of six agents that do as they are told."""
 
@@ -142,7 +149,7 @@ class Site:
         for name in ("deliver_challenge", "answer_challenge"):
             monkeypatch.setattr(f"holmes_hpc.submission.elastic.coordinator.{name}", lambda *_: None)
         monkeypatch.setenv("HOLMES_LEADER_JOB_ID", "7")
-        self.agents = dict[str, Connection]()
+        self.agents, self.code = dict[str, Connection](), dict[str, str]()
         for node in NODES:
             self.agents[node], end = Pipe()
             threading.Thread(target=self.coordinator.serve, args=(end, b""), daemon=True).start()
@@ -158,7 +165,8 @@ class Site:
         orders = {}
         for node in (n for n in NODES if n not in without):
             has_ranks = bool(self.coordinator.state.placement.ranks_on(node))
-            send(self.agents[node], Beat(node, self.coordinator.state.start, int(running and has_ranks), codes or {}))
+            values = (self.coordinator.state.start, int(running and has_ranks), codes or {})
+            send(self.agents[node], Beat(node, *values, code=self.code.get(node, code_version())))
             orders[node] = receive(self.agents[node], Order)
         return orders
 
@@ -179,9 +187,24 @@ def test_a_silent_node_is_replaced_and_the_attempt_recorded(tmp_path: Path, monk
     hosts = ("ib[1,3]", "roce[1-2]")
     order = Order(2, first_rank=1, ranks=1, world_size=4, num_nodes=4, hosts=hosts, is_go=True)
     assert site.beat(without=("ib2",))["ib3"] == order
-    assert site.run.read_run()["attempts"][0]["ended"] == "node lost"
+    (attempt,) = site.run.read_run()["attempts"]
+    assert (attempt["ended"], attempt["lost"]) == ("node lost", ["ib2"])
     site.beat(without=("ib2",), codes=dict.fromkeys(range(4), 0))
     assert site.coordinator.step() == 0 and site.beat(without=("ib2",))["ib1"].is_end
+
+
+def test_a_node_with_other_code_is_named_and_its_spare_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site = Site(tmp_path, monkeypatch)
+    site.code["ib2"] = "1.1.0 def"
+    orders = site.beat()
+    assert orders["ib2"].is_end and not orders["ib1"].is_end
+    reason = "it runs holmes_hpc 1.1.0 def, and the coordinator 1.2.0 abc"
+    assert f"node ib2 is not used: {reason}; install the same code on all nodes" in capfd.readouterr().out
+    assert site.coordinator.step() is None
+    assert f"lost node ib2 ({reason}): spare ib3 takes over" in capfd.readouterr().out
+    assert site.beat(without=("ib2",))["ib3"].ranks == 1
 
 
 def test_without_a_spare_the_ranks_start_with_a_smaller_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -366,8 +389,9 @@ def test_an_agent_that_cannot_reach_the_coordinator_ends_with_the_cause(
 ) -> None:
     config = {"run_dir": str(tmp_path), "elastic": {"dead_s": 1.0}}
     published = Published(("127.0.0.1", 1), "secret", "ib1")  # nobody listens there
-    results = (("prepare", tmp_path), ("preload", config), ("read_published", published), ("is_kept_up", True))
-    for name, result in results:
+    results = {"prepare": tmp_path, "preload": config, "is_spare": False}
+    results |= {"read_published": published, "is_kept_up": True}
+    for name, result in results.items():
         monkeypatch.setattr(agent_program, name, lambda *_, result=result: result)
     monkeypatch.setattr(agent_program, "JOIN_S", 0)
     monkeypatch.setenv("SLURMD_NODENAME", "roce1")
