@@ -140,11 +140,6 @@ def file_error(path: Path, error: OSError) -> RunFailed:
     return RunFailed(error.strerror or str(error), where=str(path), hint=hint)
 
 
-def is_disk_full(error: BaseException) -> bool:
-    """Return whether `error`, or the error that caused it, is that of a full disk."""
-    return any(isinstance(e, OSError) and e.errno in DISK_FULL for e in (error, error.__cause__))
-
-
 def is_full(path: Path) -> bool:
     """Return whether the file system of `path` has less than 1 MiB or no inode left."""
     with contextlib.suppress(OSError):

@@ -50,7 +50,7 @@ class RunDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.nics = self.path / "nics"
         self.exits = self.path / "exits"
-        self._metrics, self._ranks = LineFile(self.metrics_path), LineFile(self.path / "ranks.jsonl")
+        self.metrics_file, self.ranks_file = LineFile(self.metrics_path), LineFile(self.path / "ranks.jsonl")
 
     def __repr__(self) -> str:
         return f"RunDirectory({str(self.path)!r})"
@@ -160,21 +160,11 @@ class RunDirectory:
         if not isinstance(line.get("step"), int):
             problem = f"the step's number is {line.get('step')!r}"
             raise RecordError(problem, where=str(self.metrics_path), hint="use a whole number")
-        self._metrics.append(to_json(rounded(line)), warn=warn)
+        self.metrics_file.append(to_json(rounded(line)), warn=warn)
 
     def append_ranks(self, line: Mapping[str, Any]) -> None:
         """Append one step's measurements of all ranks to ranks.jsonl, as :meth:`append_metrics` does."""
-        self._ranks.append(to_json(line))
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether metrics wait for space on the disk."""
-        return self._metrics.is_behind
-
-    def finish_lines(self) -> None:
-        """Write the lines that wait for space on the disk. Raise RunFailed if it stays full."""
-        self._metrics.finish()
-        self._ranks.finish()
+        self.ranks_file.append(to_json(line))
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the metrics of each step as a mapping, in order of steps. Steps that a restart undid are left out.

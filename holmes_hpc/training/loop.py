@@ -347,7 +347,7 @@ class Trainer:
             row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
         )
         has_paused = "pause_before_s" in fields or self.checkpoints.has_unfinished_save
-        self._is_copying = self.copies is not None and (self.copies.is_busy or session.run.is_behind)
+        self._is_copying = self.copies is not None and (self.copies.is_busy or bool(session.run.metrics_file.waiting))
         self._is_step_only = bool(self.last_metrics) and not has_paused and not self._is_copying
         is_due = self.step % SPARSE_STEPS == 1 or time.monotonic() - self._logged_at > SPARSE_S
         if session.launch.rank > 0 and is_due:

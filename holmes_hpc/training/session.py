@@ -76,7 +76,8 @@ class Session:
 
     def close(self) -> None:
         """Leave the groups and the store. Rank 0, which hosts the store, leaves last."""
-        self.run.finish_lines()
+        for file in (self.run.metrics_file, self.run.ranks_file):
+            file.finish()
         process_groups.close()
         self.store.set(f"left/{self.launch.rank}", "1")
         if self.launch.rank == 0:

@@ -22,10 +22,10 @@ def test_lines_are_written_in_order_once_the_disk_has_space(full: Path) -> None:
     file, warnings = LineFile(full), list[str]()
     for line in "ab":
         file.append(line, warn=warnings.append)
-    assert file.is_behind
+    assert file.waiting
     full.unlink()
     file.append("c", "d", warn=warnings.append)
-    assert full.read_text() == "a\nb\nc\nd\n" and not file.is_behind
+    assert full.read_text() == "a\nb\nc\nd\n" and not file.waiting
     assert "No space left on device; lines wait in memory for at most 120 s" in warnings[0]
     assert warnings[1:] == [f"{full}: 4 lines written after 0 s"]
 

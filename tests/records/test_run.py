@@ -148,9 +148,9 @@ def test_full_disk_leaves_no_half_line(run: RunDirectory, monkeypatch: pytest.Mo
     monkeypatch.setattr(files.os, "write", lambda fd, data: real(fd, data[: len(data) // 2]))
     run.append_metrics({"step": 1, "loss": 1.0})
     monkeypatch.undo()
-    assert run.metrics_path.read_bytes() == before and run.is_behind
+    assert run.metrics_path.read_bytes() == before and run.metrics_file.waiting
     run.append_metrics({"step": 2})
-    assert [line["step"] for line in run.metrics()] == [0, 1, 2] and not run.is_behind
+    assert [line["step"] for line in run.metrics()] == [0, 1, 2] and not run.metrics_file.waiting
 
 
 def test_full_disk_keeps_the_old_run_yaml(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +178,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         run = RunDirectory.create(disk / "run")
         ballast, warnings, step = disk / "ballast", list[str](), 0
         ballast.write_bytes(bytes(20_000))
-        while not run.is_behind:
+        while not run.metrics_file.waiting:
             run.append_metrics({"step": step, "text": "x" * 200}, warn=warnings.append)
             step += 1
         run.append_metrics({"step": step}, warn=warnings.append)
@@ -186,7 +186,7 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
         written = len(run.metrics())
         assert [m["step"] for m in run.metrics()] == list(range(written)) and written < step
         ballast.unlink()
-        run.finish_lines()
+        run.metrics_file.finish()
         assert [m["step"] for m in run.metrics()] == list(range(step + 1))
         assert len(warnings) == 1 and "No space left on device; lines wait in memory" in warnings[0]
     finally:

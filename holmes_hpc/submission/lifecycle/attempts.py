@@ -105,7 +105,5 @@ def record_attempt_end(run: RunDirectory, attempt: str, state: str, lost: Sequen
     :func:`has_new_steps` compares the next attempt with it. `lost`: the nodes that an elastic run lost."""
     attempts = run.read_run()["attempts"]
     if attempts and "start" not in attempts[-1]:
-        step = last_step(run)
-        attempts[-1] |= {"start": attempt, "ended": state, **({} if step is None else {"last_step": step})}
-        attempts[-1] |= {"lost": list(lost)} if lost else {}
-        run.update_run(attempts=attempts)
+        values = {"start": attempt, "ended": state, "last_step": last_step(run), "lost": list(lost)}
+        run.update_attempt(len(attempts), **{name: v for name, v in values.items() if v not in (None, [])})

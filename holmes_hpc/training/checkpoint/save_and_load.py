@@ -50,7 +50,6 @@ METADATA = {
     "singleton_local_shards": False,
 }
 POLL_S = 0.05
-SEE_RANK_0 = "the checkpoint cannot be written, see rank 0's log"
 _OPTIMIZER_KEYS = {"distributed_optimizer": None, "optimizer_instances": None}  # no effect on dropout's random numbers
 _ERRORS = (CheckpointingException, CheckpointException)
 
@@ -98,16 +97,10 @@ class Checkpoints:
             if model.ddp_config.overlap_param_gather:
                 model.start_param_sync(force_sync=True)
         path = self._unfinished = checkpoint_directory.unfinished_path(self.folder, step, self.attempt)
-        error: OSError | None = None
-        if self._rank == 0:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-                if is_full(path):  # the ranks would fail at different points
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as e:
-                error = e
-        if self._any_rank(error is not None):
-            self._fail(path, error or RuntimeError(SEE_RANK_0), may_fail=not wait)
+        try:
+            self._run_on_rank_0(partial(_make_folder, path))
+        except CheckpointException as e:
+            self._fail(path, e, may_fail=not wait)
             return
         description = {
             "model": asdict(self.plan.model),
@@ -170,7 +163,7 @@ class Checkpoints:
                 shutil.rmtree(self._unfinished, ignore_errors=True)
             return write_error
         if not getattr(error, "failures", True):  # torch gives the cause to rank 0 only, which reports it
-            return RuntimeError(SEE_RANK_0)
+            return RuntimeError("the checkpoint cannot be written, see rank 0's log")
         return _write_error(path, error)
 
     def is_any_rank_writing(self) -> bool:
@@ -184,20 +177,27 @@ class Checkpoints:
 
     def _finish(self, path: Path, step: int, description: Mapping[str, Any]) -> None:
         """Complete the checkpoint on rank 0, after all ranks have written. All ranks call this."""
-        failures = dict[int, Any]()
-        if self._rank == 0:
-            try:
-                files = file_checksums.collect_checksums(path)
-                checkpoint_directory.finish(path, step, description, files)
-            except (RunFailed, OSError, ValueError) as e:
-                failures[0] = e, None
-        if self._any_rank(bool(failures)):
-            raise CheckpointException("write", failures)
-        if self._rank == 0:
+
+        def complete() -> None:
+            files = file_checksums.collect_checksums(path)
+            checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.train.checkpoint_keep)
             self.saved_step = step
             size_mb, duration_s = sum(size for size, _ in files.values()) / 1e6, time.perf_counter() - self._save_start
             log_line(f"step {step}: checkpoint of {size_mb:.1f} MB saved in {duration_s:.2f} s")
+
+        self._run_on_rank_0(complete)
+
+    def _run_on_rank_0(self, task: Callable[[], None]) -> None:
+        """Run `task` on rank 0. If it fails, all ranks raise a CheckpointException, as if a rank could not write."""
+        failures = dict[int, Any]()
+        if self._rank == 0:
+            try:
+                task()
+            except (RunFailed, OSError, ValueError) as e:
+                failures[0] = e, None
+        if self._any_rank(bool(failures)):
+            raise CheckpointException("write", failures)
 
     # -- loading ----------------------------------------------------------------------------------------------------
 
@@ -354,6 +354,12 @@ def _inner_error(error: BaseException) -> Any:
     """Return the error of the first failed rank, which torch wraps in its own error; else `error`."""
     failures = getattr(error, "failures", None)
     return next(iter(failures.values()))[0] if failures else error
+
+
+def _make_folder(path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    if is_full(path):  # later, only some ranks would fail
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _write_error(path: Path, error: BaseException) -> RunFailed:
