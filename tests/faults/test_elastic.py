@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -13,7 +12,8 @@ from pathlib import Path
 
 import interruptions
 import pytest
-from faults import arguments_and_environment, daemon, silent, until
+from faults import agent_and_rank, daemon, silent, until
+from interruptions import first_step_of
 
 from holmes_hpc import testbed as beds
 from holmes_hpc.planning.plan.plan import Plan
@@ -32,11 +32,6 @@ COPIES = (f"elastic.copy_every={COPY_EVERY}", "train.checkpoint_interval=0")  # 
 PAUSE_S, AWAY_S = 2.0, 60.0  # disturbances without consequences
 
 
-def first_step_of(run: RunDirectory, attempt: int) -> dict:
-    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
-    return next((line for line in lines if line["attempt"] == attempt), {})
-
-
 def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: interruptions.Figures) -> None:
     run = interruptions.submit(root / "undisturbed", "elastic.enabled=true")
     interruptions.follow_to_end(run)
@@ -48,20 +43,6 @@ def test_an_undisturbed_elastic_run_trains_as_a_plain_one(root: Path, whole: int
     interruptions.follow_to_end(run)
     started_s = first_step_of(run, 1)["time"] - run.read_run()["slurm"]["submitted"]
     print(f"first step after submission: elastic without spares {started_s:.1f} s")
-
-
-def agent_and_rank(run: RunDirectory, node: str) -> tuple[int, int]:
-    """Return the processes of the agent and of the only rank on `node`: a child of its agent, whose command line it
-    has."""
-    programs = dict[int, int]()  # process id -> its parent's
-    for proc in Path("/proc").glob("[0-9]*"):
-        arguments, environment = arguments_and_environment(proc)
-        is_here = environment.get("SLURMD_NODENAME") == node and str(run.path / "submission") in arguments
-        if is_here and "python" in arguments[0] and "holmes_hpc.submission.elastic.agent" in arguments:
-            programs[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
-    (agent,) = (pid for pid, parent in programs.items() if parent not in programs)
-    (rank,) = (pid for pid, parent in programs.items() if parent == agent)
-    return agent, rank
 
 
 def lose(run: RunDirectory, kind: str, node: str) -> tuple[float, str]:
@@ -102,6 +83,22 @@ def test_a_spare_takes_over(kind: str, node: str, root: Path, whole: interruptio
     assert f"lost node {node} ({reason}" in log and run_status(run).state == "completed"
     assert interruptions.figures(run) == whole
     assert ("from a copy in memory" in run.log_path(0).read_text()) == (state_from is COPIES)
+    assert attempts[0]["lost"] == [node] and attempts[1]["nodes"].count(",") == 2, attempts
+    assert attempts[1]["loaded"] == ("copy in memory" if state_from is COPIES else "checkpoint")
+    assert seconds < LIMIT_S
+
+
+def test_a_spare_takes_over_in_a_hierarchical_plan(root: Path) -> None:
+    folder = root / "hierarchical"
+    folder.mkdir()
+    interruptions.make_plan(folder / "plan.yaml", "plan.strategy=hierarchical-dp", "plan.pp=1")
+    whole = interruptions.undisturbed_figures(folder)
+    assert Plan.read(folder / "plan.yaml").strategy_label == "hierarchical-dp"
+    run = interruptions.submit(folder / "run", "elastic.enabled=true", *COPIES)
+    seconds, state = lose(run, "killed", "ib2")
+    attempts, log = run.read_run()["attempts"], (run.logs / "batch.txt").read_text()
+    assert [a.get("ended") for a in attempts] == ["node lost", None], (state, log)
+    assert interruptions.figures(run) == whole and attempts[1]["loaded"] == "copy in memory"
     assert seconds < LIMIT_S
 
 

@@ -92,6 +92,20 @@ def arguments_and_environment(proc: Path) -> tuple[list[str], dict[str, str]]:
     return [], {}
 
 
+def agent_and_rank(run: RunDirectory, node: str) -> tuple[int, int]:
+    """Return the processes of the agent and of the only rank on `node`: a child of its agent, whose command line it
+    has."""
+    programs = dict[int, int]()  # process id -> its parent's
+    for proc in Path("/proc").glob("[0-9]*"):
+        arguments, environment = arguments_and_environment(proc)
+        is_here = environment.get("SLURMD_NODENAME") == node and str(run.path / "submission") in arguments
+        if is_here and "python" in arguments[0] and "holmes_hpc.submission.elastic.agent" in arguments:
+            programs[int(proc.name)] = int((proc / "stat").read_text().rpartition(")")[2].split()[1])
+    (agent,) = (pid for pid, parent in programs.items() if parent not in programs)
+    (rank,) = (pid for pid, parent in programs.items() if parent == agent)
+    return agent, rank
+
+
 def processes(run: RunDirectory, rank: int) -> list[int]:
     """Return the process of a rank, followed by its forks (writers of checkpoints)."""
     job, started_pids = str(run.read_run()["slurm"]["job_id"]), []

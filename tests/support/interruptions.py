@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from faults import (
     DISK,
@@ -90,6 +91,12 @@ def steps_of(run: RunDirectory, attempt: int) -> list[int]:
     """Return the steps that one attempt recorded, including those that a later one repeated."""
     lines = [json.loads(line) for line in run.metrics_path.read_text(encoding="utf-8").splitlines()]
     return [line["step"] for line in lines if line["attempt"] == attempt]
+
+
+def first_step_of(run: RunDirectory, attempt: int) -> dict[str, Any]:
+    """Return the first line of metrics of one attempt; empty if it has none."""
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    return next((line for line in lines if line["attempt"] == attempt), {})
 
 
 def last_step(run: RunDirectory) -> int:
