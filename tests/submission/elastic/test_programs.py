@@ -400,6 +400,16 @@ def test_an_agent_that_cannot_reach_the_coordinator_ends_with_the_cause(
         agent_program.main(tmp_path)
 
 
+@pytest.mark.parametrize(("node", "spares", "expected"), [("ib3", 1, True), ("ib2", 1, False), ("ib3", 0, False)])
+def test_spares_are_the_last_nodes_of_each_component(
+    node: str, spares: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    RunDirectory.create(tmp_path / "run", config={"elastic": {"spares": spares}})
+    monkeypatch.setattr(agent_program, "ranks_of_job", lambda _: JOB)
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    assert agent_program.is_spare(tmp_path / "run") == expected
+
+
 def test_an_agent_that_is_cut_off_sees_that_the_coordinator_lives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

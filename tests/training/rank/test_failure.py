@@ -24,6 +24,7 @@ import thorough
 import torch
 import torch.distributed as dist
 
+from holmes_hpc.config.elastic import ElasticConfig
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.training.network.interfaces import NodeTransports, links_of_rank
@@ -254,6 +255,25 @@ def test_a_disk_that_is_full_for_some_seconds_costs_no_step(asynchronous: bool, 
     assert "No space left on device; free some space" in log and "training goes on" in log
     assert "No space left on device; lines wait in memory" in log and "lines written after" in log
     assert (small / "run/checkpoints/step-00000060/holmes.json").exists()
+
+
+@pytest.mark.integration
+def test_with_a_copy_in_memory_even_the_first_save_may_fail(small: Path, tmp_path: Path) -> None:
+    train = {"steps": 40, "pace_layer_ms": 3, "checkpoint_interval": 10, "checkpoint_dir": str(small / "saved")}
+    slots = {rank: [tmp_path / f"{rank}-{letter}" for letter in "abcd"] for rank in range(2)}
+    for path in (path for paths in slots.values() for path in paths):
+        path.touch()
+    environment = {rank: {"HOLMES_COPY_SLOTS": ":".join(map(str, paths))} for rank, paths in slots.items()}
+    config = {"train": train, "elastic": ElasticConfig(copy_every=2)}
+    run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), config, environment=environment)
+    run.wait_for_step(6)
+    ballast = fill(small / "ballast")
+    run.wait_for_step(14)
+    ballast.unlink()
+    ended = run.finish()
+    assert set(ended.codes) == {0} and ended.column("step") == list(range(1, 41)), ended.output
+    assert "No space left on device; free some space, then run it again; training goes on" in ended.log(0)
+    assert "step 20: checkpoint of" in ended.log(0) and not list((small / "saved").glob("*10*"))
 
 
 @pytest.mark.integration
