@@ -35,9 +35,10 @@ def run_rank(config: dict[str, Any]) -> dict[str, Any]:
     run = RunDirectory(config["run_dir"])
     with _record_failure(run):
         settings, unrecorded = recorded(config)
-        allow_open_files(rank_and_size()[1])
+        rank, size = rank_and_size()
+        allow_open_files(size, rank)
         check_megatron_core(settings.train.optimizer)
-        if LEADER in os.environ and own_member() is None and rank_and_size()[0] == 0:
+        if LEADER in os.environ and own_member() is None and rank == 0:
             watch_batch_script(run)
         return _load_task(settings)(settings, unrecorded)
 

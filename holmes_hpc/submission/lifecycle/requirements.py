@@ -1,6 +1,7 @@
 """Checks of a rank's requirements: the version of Megatron-Core, the optimizer, and the number of open files."""
 
 import resource
+import socket
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -10,6 +11,7 @@ from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.fabric.software import installed_version
 from holmes_hpc.planning.plan.plan import Plan
 
+MAX_PEERS = 64  # of a rank: larger gloo groups connect only ranks that exchange data
 # Since 0.18 Megatron-Core has an option for Muon, whose code is in another package. Before, Muon was a separate module.
 MUON = {"megatron-core": ">=0.18", "emerging-optimizers": ">=0.2"}
 
@@ -52,13 +54,14 @@ def check_training(train: TrainConfig, plan: Plan) -> None:
         train.profile.check_ranks(plan.world_size)
 
 
-def allow_open_files(ranks: int) -> None:
-    """Raise the limit of open files to the need of one of `ranks` ranks. ConfigError if the hard limit is lower."""
+def allow_open_files(ranks: int, rank: int = 0) -> None:
+    """Raise the limit of open files to the need of `rank` of `ranks` ranks. ConfigError if the hard limit is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 64 + 4 * ranks  # at least; 8 ranks on one machine opened 101 files each
+    # At least; 8 ranks on one machine opened 101 files each. In large groups, only rank 0 is connected to all ranks.
+    needed = 64 + 4 * (min(ranks, MAX_PEERS) if rank else ranks)
     if soft != resource.RLIM_INFINITY and soft < needed:
         if hard != resource.RLIM_INFINITY and hard < needed:
-            problem = f"a process may open {hard} files, a rank needs {needed} or more"
-            hint = "set `ulimit -n 4096`, or ask for more in /etc/security/limits.conf; Slurm passes the limit on"
+            problem = f"a process on {socket.gethostname()} may open {hard} files, rank {rank} needs {needed} or more"
+            hint = f"set `ulimit -n {needed}`, or ask for more in /etc/security/limits.conf; Slurm passes the limit on"
             raise ConfigError(problem, where="ulimit -n", hint=hint)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

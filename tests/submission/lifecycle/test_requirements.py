@@ -78,11 +78,14 @@ def test_limit_of_open_files_is_raised_or_reported(monkeypatch: pytest.MonkeyPat
     limits = [(32, 32)]
     monkeypatch.setattr(requirements.resource, "getrlimit", lambda _: limits[-1])
     monkeypatch.setattr(requirements.resource, "setrlimit", lambda _, values: limits.append(values))
-    with pytest.raises(ConfigError, match=r"ulimit -n: a process may open 32 files, a rank needs 72 or more; set"):
+    with pytest.raises(ConfigError, match=r"a process on \S+ may open 32 files, rank 0 needs 72 or more; set"):
         requirements.allow_open_files(2)
     limits.append((32, 4096))
     requirements.allow_open_files(2)
     assert limits[-1] == (4096, 4096)
+    requirements.allow_open_files(16_384, rank=1)
+    with pytest.raises(ConfigError, match=r"may open 4096 files, rank 0 needs 65600 or more; set `ulimit -n 65600`"):
+        requirements.allow_open_files(16_384, rank=0)
 
 
 def test_muon_is_refused_where_auto_means_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
