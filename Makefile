@@ -63,7 +63,7 @@ fuzz: install ## mutated inputs (plans, sites, records, Slurm's output, sysfs), 
 faults: install ## at least 24 runs interrupted by random faults; a repeated command continues
 	$(BIN)/python tests/support/interruptions.py $(FAULTS)
 
-elastic: install ## eight random scripts of lost nodes in elastic runs on the testbed; a repeated command continues
+elastic: install ## twelve random scripts of lost nodes and jobs in elastic runs on the testbed; a repeated command continues
 	$(BIN)/python tests/support/elastic_scripts.py $(SCRIPTS)
 
 CONTRACT ?= submitit waiting many_jobs sweepers

@@ -1,11 +1,12 @@
 """Random scripts of losses in elastic runs on the testbed: every step is made once, or one line says why not.
 
-    python tests/support/elastic_scripts.py [--seeds 1 2 3 4 5 6 7 8] [--minutes 60] [--root runs/elastic]
+    python tests/support/elastic_scripts.py [--seeds 1 2 3 4 5 6 7 8 9 10 11 12] [--minutes 60] [--root runs/elastic]
 
 Each run trains a small GPT on 2 InfiniBand and 2 RoCE nodes with a spare node each, and has EVENTS events. The seed
 determines each event (one node, two at once, a second one during the change, the coordinator's node), its nodes, and
-whether a node is killed or its NICs fall silent. Silent nodes answer again after REPAIR_S. Outcomes are kept in
-ROOT/outcomes.jsonl; a second start continues with the missing seeds."""
+whether a node is killed or its NICs fall silent. Silent nodes answer again after REPAIR_S. From seed FIRST_OF_MEMBERS,
+the pools are jobs of their own, which leave and join: a job is requeued or cancelled, or loses a node. Outcomes are
+kept in ROOT/outcomes.jsonl; a second start continues with the missing seeds."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -33,6 +35,16 @@ STEPS, EVENTS, LIMIT_S, REPAIR_S = 240, 2, 400, 30.0
 KINDS = ("one node", "two at once", "during a change", "the coordinator's node")
 OPTIONS = ("elastic.enabled=true", "elastic.copy_every=10", f"train.steps={STEPS}", "train.checkpoint_interval=40")
 PACE = "train.pace_layer_ms=20"  # 0.2 s a step
+FIRST_OF_MEMBERS = 9
+MEMBER_KINDS = (
+    "a job requeued",
+    "the coordinator's job requeued",
+    "a job requeued twice",
+    "a job cancelled",
+    "one node",
+)
+MEMBER_OPTIONS = ("elastic.members=true", "elastic.spares=0")
+MEMBER_MODEL = ("model.layers=4", "batch.global_size=16")  # faster on two pools than on one
 EVENT_EVERY_S, LEAST_GOODPUT = 180.0, 0.75
 
 
@@ -81,6 +93,21 @@ class Script:
             self.repairs.callback(timer.cancel)
         return f"{node} {way}"
 
+    def strike_members(self) -> None:
+        """Do one event to the pools' jobs."""
+        kind, jobs = self._draw.choice(MEMBER_KINDS), [str(job) for job in self._run.read_run()["slurm"]["members"]]
+        first = coordinators_node(self._run)
+        job = jobs[first.startswith("roce")] if kind == MEMBER_KINDS[1] else self._draw.choice(jobs)
+        text = f"job {jobs.index(job)}"
+        if kind == MEMBER_KINDS[4]:
+            text = self.lose(self._draw.choice(sorted({*self._run.read_run()["hosts"]} - self.lost)))
+        elif kind == MEMBER_KINDS[3]:
+            subprocess.run(["scancel", job], check=True)
+        for number in range(("requeued" in kind) + ("twice" in kind)):
+            time.sleep(self._draw.uniform(2, 8) if number else 0)
+            subprocess.run(["scontrol", "requeue", job], check=False, capture_output=True)
+        self.events.append(f"{kind} after step {interruptions.last_step(self._run)}: {text}")
+
     def strike(self) -> None:
         """Do one event."""
         first, kind = coordinators_node(self._run), self._draw.choice(KINDS)
@@ -96,12 +123,16 @@ class Script:
 
 def run_script(seed: int, root: Path) -> Outcome:
     """Run the script of `seed` to the run's end."""
-    directory = root / f"seed-{seed}"
+    has_members = seed >= FIRST_OF_MEMBERS
+    directory = root / "members" / f"seed-{seed}" if has_members else root / f"seed-{seed}"
     if directory.exists():  # left by an interrupted driver
         with contextlib.suppress(Exception):
             cancel_run(RunDirectory(directory))
         shutil.rmtree(directory)
-    run = interruptions.submit(directory, *OPTIONS, PACE)
+    if has_members and not (plan := directory.with_name("plan.yaml")).exists():
+        plan.parent.mkdir(exist_ok=True)
+        interruptions.make_plan(plan, *MEMBER_MODEL, PACE)
+    run = interruptions.submit(directory, *OPTIONS, PACE, *(MEMBER_OPTIONS if has_members else ()))
     script = Script(seed, run)
     with script.repairs:
         for number in range(EVENTS):
@@ -109,7 +140,7 @@ def run_script(seed: int, root: Path) -> Outcome:
             until(lambda n=wanted: run_status(run).ended or interruptions.last_step(run) >= n, "its step", LIMIT_S)
             if run_status(run).ended:
                 break
-            script.strike()
+            script.strike_members() if has_members else script.strike()
         until(lambda: time.sleep(0.5) or run_status(run).ended, "the run's end", LIMIT_S)  # type: ignore[func-returns-value]
     return outcome_of(seed, run, script.events)
 
@@ -150,7 +181,7 @@ def line_of(o: Outcome) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 9)))
+    parser.add_argument("--seeds", type=int, nargs="+", default=list(range(1, 13)))
     parser.add_argument("--minutes", type=float, default=1e6, help="start no script after this time")
     parser.add_argument("--root", type=Path, default=Path("runs/elastic"))
     options = parser.parse_args()
