@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import inf
 
 import planner_regret
 import pytest
@@ -17,9 +18,10 @@ from holmes_hpc.planning.search.best import search
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
-from holmes_hpc.planning.search.problem import Problem
+from holmes_hpc.planning.search.problem import Problem, available_pools
 from holmes_hpc.planning.search.space import Space
-from holmes_hpc.planning.search.stage_shapes import best_shapes
+from holmes_hpc.planning.search.stage_lists import neighbours, other_pools
+from holmes_hpc.planning.search.stage_shapes import _ShapeEstimator, best_shapes
 
 pytestmark = pytest.mark.integration
 
@@ -91,6 +93,24 @@ def test_per_stage_shapes_of_two_fabrics_are_among_those_of_many() -> None:
 
     told = {name: part for name, part, _ in planner_regret.told_subsets(18, site)}
     assert least_s(site) <= 1.005 * least_s(told["fabrics f1, f2"])
+
+
+@pytest.mark.parametrize(("micro_size", "fits"), [(16, True), (32, False)])
+def test_estimates_of_shapes_count_the_memory_of_passes_in_flight(micro_size: int, fits: bool) -> None:
+    """The first of eight stages holds eight passes. The layers with one pass fit in both cases."""
+    site, options = make_site(25, ("ib", 8, 200.0, A100)), PlanOptions()
+    problem = Problem(named("llama2_70b"), Batch(256, micro_size, 2048), site, options, Costs())
+    estimator = _ShapeEstimator(problem, available_pools(site, options), micro_size, "none", inf)
+    assert (estimator.estimate(((0, 1, 8),) * 8) < inf) == fits
+
+
+def test_neighbours_differ_by_a_node_a_tp_or_a_pool() -> None:
+    stages, whole = ((0, 2, 2), (1, 4, 2)), [(0, 3, 2), (0, 3, 4), (1, 4, 2), (2, 5, 1)]
+    near = {*neighbours(stages, whole)}
+    assert {((0, 3, 2), (1, 4, 2)), ((0, 1, 2), (1, 4, 2)), ((0, 2, 4), (1, 4, 2))} <= near
+    assert not any(nodes > 4 or (f, tp) not in {(g, t) for g, _, t in whole} for s in near for f, nodes, tp in s)
+    others = {*other_pools(stages, whole)}
+    assert {((1, 4, 2), (0, 2, 2)), ((0, 2, 2), (2, 1, 1), (1, 4, 2)), ((2, 5, 1), *stages), ((0, 2, 2),)} <= others
 
 
 @pytest.mark.thorough
