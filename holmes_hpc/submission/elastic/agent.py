@@ -164,8 +164,7 @@ def start_coordinator(run: RunDirectory, start: int) -> int:
 
 
 def is_spare(run: Path) -> bool:
-    """Return whether this node is a spare of the first start, which loads torch at low priority. In tests, nodes share
-    the CPUs."""
+    """Return whether this node is a spare of the first start. It loads torch at low priority, as CPUs may be shared."""
     node, spares = os.environ["SLURMD_NODENAME"], RunDirectory(run).config["elastic"]["spares"]
     return any(node in part.nodes[len(part.nodes) - spares :] for part in ranks_of_job(os.environ))
 

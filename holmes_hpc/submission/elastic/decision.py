@@ -215,9 +215,7 @@ def decide_by_codes(state: State, now: float) -> Decision:
     return Decision(code=code)
 
 
-def _decide_without(
-    lost: tuple[str, ...], state: State, present: Collection[str], awaited: Collection[str]
-) -> Decision:
+def _decide_without(lost: tuple[str, ...], state: State, present: list[str], awaited: list[str]) -> Decision:
     """Return the decision after the loss of nodes: a spare takes over, or a plan for the remaining nodes.
     `awaited`: nodes whose agents still load torch."""
     if placement := state.placement.without(lost, present) or state.placement.without(lost, {*present, *awaited}):

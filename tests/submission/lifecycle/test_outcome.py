@@ -11,6 +11,7 @@ import pytest
 from submitit.core.utils import UncompletedJobError
 
 from holmes_hpc.records.run import RunDirectory
+from holmes_hpc.slurm.commands import Answer
 from holmes_hpc.slurm.job_states import JobState, read_cancellation
 from holmes_hpc.submission.executor.environment import ComponentRanks, SlurmHetJobEnvironment
 from holmes_hpc.submission.lifecycle import batch_end, outcome, requeue_decision
@@ -384,6 +385,21 @@ def test_a_rank_killed_for_its_memory_is_reported_so(memory: str) -> None:
     assert first.error == f"killed by signal 9 (SIGKILL): out of memory ({memory})"
     assert find_failed_rank([], [second, first]).rank == 1 and second.error == "Terminated"
     assert parse_srun_errors(killed)[0].error == SIGKILLED
+
+
+@pytest.mark.parametrize(("states", "is_cancelled"), [("RUNNING\nPENDING\n", True), ("RUNNING\nRUNNING\n", False)])
+def test_a_component_that_slurm_requeued_ends_with_an_elastic_run(
+    states: str, is_cancelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory.create(tmp_path / "run", config={"elastic": {"enabled": True}}, slurm={"job_id": 23})
+    run.start_attempt()
+    commands = list[tuple[str, ...]]()
+    answers = {"squeue": states, "scancel": ""}
+    monkeypatch.setattr(
+        batch_end, "slurm", lambda *words, **_: commands.append(words) or Answer(0, answers[words[0]], "")
+    )
+    assert end_attempt(run, 0, False, "23", 0) == 0
+    assert (("scancel", "23") in commands) == is_cancelled
 
 
 def test_full_disk_that_left_no_exit_record_is_the_cause(
