@@ -34,8 +34,8 @@ KINDS: dict[str, tuple[str, str, tuple[str, ...], float]] = {  # name: (way, nod
     "no spare, node killed": ("killed", "roce1", ALONE, 15),
     "no spare, node silent": ("silent", "roce2", ALONE, 15),
     "rank killed": ("rank", "roce2", ALONE, 8),
-    "coordinator's node killed": ("killed", "ib1", ELASTIC, 25),
-    "coordinator's node silent": ("silent", "ib1", ELASTIC, 25),
+    "first node killed": ("killed", "ib1", ELASTIC, 25),
+    "first node silent": ("silent", "ib1", ELASTIC, 25),
     "plain run, node silent": ("silent", "roce2", (), 6),
     "node stopped for 2 s": ("stopped", "roce1", ELASTIC, 0),
 }
