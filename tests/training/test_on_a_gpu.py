@@ -18,7 +18,7 @@ from holmes_hpc.config.composition import load
 from holmes_hpc.config.slurm_settings import SlurmSettings
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
-from holmes_hpc.training import loop, session
+from holmes_hpc.training import build_model, loop, session
 from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.attention import SdpaAttention
 from holmes_hpc.training.rank import cuda_check
@@ -85,18 +85,22 @@ def test_unsupported_fp8_ends_the_run_before_the_ranks_meet(calls: list[str], mo
 def test_attention_is_checked_first_and_weights_are_compared_last(
     calls: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("Breakdown", "parallel_state", "optimizer", "ProcessGroupCollection", "eager_1f1b", "nic_bytes"):
+    for name in ("Breakdown", "parallel_state", "ProcessGroupCollection", "eager_1f1b", "nic_bytes"):
         monkeypatch.setattr(loop, name, MagicMock())
+    for name in ("parallel_state", "optimizer", "eager_1f1b"):
+        monkeypatch.setattr(build_model, name, MagicMock())
     replace(calls, monkeypatch, loop, model_parallel_cuda_manual_seed=None, build_datasets=(None, None), document_end=3)
     replace(calls, monkeypatch, loop, Checkpoints=MagicMock(load=lambda _: 0), ControlAllReduce=MagicMock())
     replace(calls, monkeypatch, loop.metrics_line, Loggers=None)
     replace(calls, monkeypatch, loop.gpt, transformer_config=None, build=[MagicMock()])
-    replace(calls, monkeypatch, loop.attention, refuse_unsupported=None)
+    replace(calls, monkeypatch, build_model.attention, refuse_unsupported=None)
     replace(calls, monkeypatch, loop.warm_up, connect=None, local_passes=None)
     replace(calls, monkeypatch, loop.replica_check, check=None)
     arguments: list[Any] = []
     monkeypatch.setattr(
-        loop.attention, "refuse_unfused", lambda *values: (calls.append("refuse_unfused"), arguments.extend(values))
+        build_model.attention,
+        "refuse_unfused",
+        lambda *values: (calls.append("refuse_unfused"), arguments.extend(values)),
     )
     loop.parallel_state.get_pipeline_model_parallel_rank.return_value = 0  # type: ignore[attr-defined]
     rank_session = MagicMock(plan=spawn.plan(), cuda=True, device=GPU, nodes=[SimpleNamespace(node="n0")])
