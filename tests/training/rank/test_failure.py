@@ -239,7 +239,7 @@ def test_a_full_disk_at_the_first_checkpoint_ends_with_exit_1_and_complete_lines
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_disk_that_is_full_for_some_seconds_costs_no_step(asynchronous: bool, small: Path) -> None:
     train = {"steps": 60, "pace_layer_ms": 3, "checkpoint_interval": 10, "checkpoint_async": asynchronous}
     run = spawn.begin(small / "run", spawn.plan(dp=2), {"train": train})
