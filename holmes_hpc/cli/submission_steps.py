@@ -60,6 +60,10 @@ def plan_run(
     check_training(config.train, plan)
     if not config.elastic.enabled and config.elastic != ElasticConfig():
         console.note("keys of the group elastic have no effect without --elastic")
+    nodes, least = sum(part.nodes for part in plan.components), config.elastic.min_nodes
+    is_too_large = config.elastic.enabled and least > nodes
+    problem = f"{least} nodes are more than the {nodes} of the plan, so the run could not go on after a loss"
+    ConfigError.refuse("elastic.min_nodes", (is_too_large, problem, f"use at most {nodes}"))
     has_members = config.elastic.enabled and config.elastic.members
     if has_members and len(plan.components) == 1:
         console.note("elastic.members has no effect: the plan has one pool, so it is one job anyway")

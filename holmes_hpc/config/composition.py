@@ -194,8 +194,12 @@ def _changes(key: str, changed_key: str) -> bool:
 
 
 def _unknown_keys(overrides: Sequence[Any]) -> Iterator[HolmesError]:
-    """Yield an error for each undeclared key, except additions, deletions, and keys of the group hydra."""
+    """Yield an error for each undeclared key, except additions, deletions, and keys of the group hydra, and for each
+    group with a value that is no name."""
     for o in overrides:
+        if o.key_or_group in GROUPS and isinstance(o.value(), int | float | None):
+            problem, hint = f"{o.input_line} is no name of a group", f"write {o.key_or_group}.KEY=VALUE"
+            yield ConfigError(problem, where=o.key_or_group, hint=hint)
         group, _, name = str(o.key_or_group).partition(".")
         first = name.partition(".")[0] if group in GROUPS else group
         is_declared = not first or first in keys(GROUPS.get(group, Configuration))

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.learning_rate import learning_rate
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.plan.plan import early_step_of
 from holmes_hpc.planning.schedule.kinds import megatron_kind
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.logs import SPARSE_S, SPARSE_STEPS
@@ -31,7 +32,7 @@ from holmes_hpc.training.metrics.openmetrics import GpuFigures
 from holmes_hpc.training.metrics.profiler import Profiler
 from holmes_hpc.training.model import experts, gpt, optimizer, replica_check
 from holmes_hpc.training.model.context_parallel import part_of
-from holmes_hpc.training.model.early_step import EarlySteps, choice
+from holmes_hpc.training.model.early_step import EarlySteps
 from holmes_hpc.training.network import nic_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.pipeline import eager_1f1b
@@ -70,7 +71,9 @@ class Trainer:
         factors = config.train.pace_factors or session.plan.pace_factors
         dtype = gpt.dtype_name(config.train.dtype, session.cuda, session.plan)
         paces: dict[str, Any] = {"pace_layer_ms": pace_layer_ms, "pace_factors": factors}
-        self.settings = replace(config.train, **paces, dtype=dtype, early_step=choice(config.train, session.plan))
+        self.settings = replace(
+            config.train, **paces, dtype=dtype, early_step=early_step_of(config.train, session.plan)
+        )
         train, plan, self.data = self.settings, session.plan, config.data
         self.breakdown = Breakdown(session.cuda)
         torch.manual_seed(train.seed)

@@ -52,6 +52,8 @@ WRONG = {
     "launcher.kind=slrum": ("launcher.kind is 'slrum'", "did you mean 'slurm'?)"),
     "partitions=3": ("partitions is 3", "text or a list of texts"),
     "labels=x": ("labels is 'x'", "keys with values"),
+    "elastic=true": ("elastic=true is no name of a group", "write elastic.KEY=VALUE"),
+    "batch=3": ("batch=3 is no name of a group",),
     "labels={x: y}": ("unknown key 'labels'", "write +labels.NAME=VALUE"),
 }
 

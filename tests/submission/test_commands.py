@@ -246,6 +246,8 @@ def test_pools_of_their_own_need_a_second_pool_and_time_to_train(
     plan_run([*words, "slurm.timeout_min=2"])
     with pytest.raises(ConfigError, match=r"slurm\.timeout_min: 1 is too short for a job to start"):
         plan_run([*words, "slurm.timeout_min=1"])
+    with pytest.raises(ConfigError, match=r"elastic\.min_nodes: 9 nodes are more than the 4 of the plan, so the run"):
+        plan_run([*words, "elastic.min_nodes=9"])
 
 
 @pytest.mark.slurm

@@ -15,6 +15,7 @@ import thorough
 from holmes_hpc.config.model import Experts
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
+from holmes_hpc.planning.plan.plan import early_step_of
 from holmes_hpc.training.model import early_step
 
 STEPS = 9
@@ -117,7 +118,7 @@ def test_steps_that_cannot_be_undone_are_refused(options: dict[str, Any]) -> Non
 def test_a_plan_without_memory_for_early_steps_is_refused() -> None:
     plan, train = spawn.plan(), spawn.TRAIN
     with pytest.raises(ConfigError, match=r"train\.early_step: it is stage, but the plan has no memory for it"):
-        early_step.choice(replace(train, early_step="stage"), plan)
+        early_step_of(replace(train, early_step="stage"), plan)
     planned = replace(plan, early_step="stage")
-    choices = [early_step.choice(replace(train, early_step=choice), planned) for choice in (None, "off", "stage")]
-    assert choices == ["stage", "off", "stage"] and early_step.choice(train, plan) == "off"
+    choices = [early_step_of(replace(train, early_step=choice), planned) for choice in (None, "off", "stage")]
+    assert choices == ["stage", "off", "stage"] and early_step_of(train, plan) == "off"

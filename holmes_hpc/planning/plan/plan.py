@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import EDGE_DTYPES, RECOMPUTE, STRATEGIES, TRANSPORT_MODES, edges_ignored
-from holmes_hpc.config.train import EARLY_STEPS, GRAD_DTYPES
-from holmes_hpc.errors import Case, PlanError, RunFailed
+from holmes_hpc.config.train import EARLY_STEPS, GRAD_DTYPES, TrainConfig
+from holmes_hpc.errors import Case, ConfigError, PlanError, RunFailed
 from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
@@ -284,3 +284,12 @@ class Plan:
     def read(cls, path: str | os.PathLike[str]) -> Plan:
         """Read and check a plan.yaml."""
         return cls.from_dict(plan_file.read(path), where=str(path))
+
+
+def early_step_of(train: TrainConfig, plan: Plan) -> str:
+    """Return ``train.early_step``, by default the plan's. Raise ConfigError if the plan counts no memory for it."""
+    problem = "it is stage, but the plan has no memory for it"
+    hint = "plan again with train.early_step=stage, or remove it"
+    is_unplanned = train.early_step == "stage" and plan.early_step != "stage"
+    ConfigError.refuse("train.early_step", (is_unplanned, problem, hint))
+    return train.early_step or plan.early_step or "off"

@@ -2,6 +2,7 @@
 
 import resource
 import socket
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
@@ -9,7 +10,7 @@ from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.fabric.site import auto_dtype
 from holmes_hpc.fabric.software import installed_version
-from holmes_hpc.planning.plan.plan import Plan
+from holmes_hpc.planning.plan.plan import Plan, early_step_of
 
 MAX_PEERS = 64  # of a rank: larger gloo groups connect only ranks that exchange data
 # Since 0.18 Megatron-Core has an option for Muon, whose code is in another package. Before, Muon was a separate module.
@@ -42,9 +43,10 @@ def check_megatron_core(optimizer: str = "adam") -> None:
 
 
 def check_training(train: TrainConfig, plan: Plan) -> None:
-    """Raise ConfigError if the installed Megatron-Core lacks the optimizer, if Muon would train in fp16, or if a rank
-    to profile does not exist."""
+    """Raise ConfigError if the installed Megatron-Core lacks the optimizer, if Muon would train in fp16, if early steps
+    are not planned or cannot be undone, or if a rank to profile does not exist."""
     check_megatron_core(train.optimizer)
+    replace(train, early_step=early_step_of(train, plan))
     gpus = [plan.site.pool(c.pool).gpu for c in plan.components]
     lacks_bf16 = train.dtype == "auto" and train.device != "cpu" and auto_dtype(gpus) == "fp16"
     problem = "Megatron-Core's Muon lacks fp16, which train.dtype=auto means on GPUs without bf16"

@@ -16,20 +16,9 @@ import torch.distributed as dist
 from megatron.core.optimizer import clip_grads
 
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError
-from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.model import gpt, megatron_versions, optimizer
 
 RECENT, SAFE_SHARE = 4, 0.5  # the norms of so many steps must be below this share of the clip
-
-
-def choice(train: TrainConfig, plan: Plan) -> str:
-    """Return ``train.early_step``, by default the plan's. Raise ConfigError if the plan counts no memory for it."""
-    problem = "it is stage, but the plan has no memory for it"
-    hint = "plan again with train.early_step=stage, or remove it"
-    is_unplanned = train.early_step == "stage" and plan.early_step != "stage"
-    ConfigError.refuse("train.early_step", (is_unplanned, problem, hint))
-    return train.early_step or plan.early_step or "off"
 
 
 class EarlySteps:
