@@ -4,6 +4,7 @@ holmes_hpc/records/schema.py describes these files.
 """
 
 import contextlib
+import io
 import json
 import os
 import time
@@ -189,7 +190,7 @@ class RunDirectory:
 
     def metrics_lines(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yield the step, attempt and content of each line of metrics.jsonl. Broken lines are skipped."""
-        for raw in self.metrics_bytes().split(b"\n"):
+        for raw in io.BytesIO(self.metrics_bytes()):
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 entry = from_json(raw)
                 yield int(entry["step"]), int(entry.get("attempt") or 1), entry

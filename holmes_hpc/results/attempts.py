@@ -1,6 +1,7 @@
 """The table of a run's attempts: what each one loaded, and what the change from the one before cost."""
 
 import math
+from collections import defaultdict
 from typing import Any
 
 from holmes_hpc.console import NONE
@@ -20,12 +21,13 @@ def attempts_tables(run: RunDirectory) -> list[Table]:
     attempts = [attempt if isinstance(attempt, dict) else {} for attempt in run.read_run()["attempts"]]
     if len(attempts) < 2:
         return []
-    lines = list(run.metrics_lines())
+    times_of = defaultdict[int, dict[int, float]](dict)  # {attempt: {step: Unix time of its end}}
+    for step, of_attempt, line in run.metrics_lines():
+        if "time" in line:
+            times_of[of_attempt][step] = number(line["time"])
     rows, last_step, last_time = list[list[str]](), -1, math.nan
     for index, attempt in enumerate(attempts, 1):
-        times = {
-            step: number(line["time"]) for step, of_attempt, line in lines if of_attempt == index and "time" in line
-        }
+        times = times_of[index]
         first: Any = min(times, default=attempt.get("first_step"))
         repeated = max(0, last_step - first + 1) if times else None
         seconds = times[first] - last_time if times else None
