@@ -169,9 +169,8 @@ def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMe
         compute=lambda: by_stage(layout, replica, ("memory", layout.recompute), component_bytes).T,
     )
     weights, gradients = count * element, count * gradient
-    optimizer = experts.optimizer_share(layout, layers, count) * (
-        moments + 12 * (costs.early_step == "stage")
-    )  # and a copy
+    copy_bytes = 12 if costs.early_step == "stage" else 0  # of weights and moments, to undo an early step
+    optimizer = experts.optimizer_share(layout, layers, count) * (moments + copy_bytes)
     gathered = np.zeros_like(count)
     if costs.software.sharding in ("gradients", "full"):  # FSDP: shards; two complete layers at a time
         two_layers = 2 * layer_parameters(m, p.tp, p.expert_ranks) * element
