@@ -301,6 +301,13 @@ class RunningRun:
             time.sleep(0.02)
         raise AssertionError(f"no step {step} in {timeout_s} s: {[p.read_text()[-2000:] for p in self.outputs]}")
 
+    def wait_for_line(self, text: str, timeout_s: float = LIMIT_S) -> None:
+        """Wait until rank 0's log has `text`."""
+        end = time.monotonic() + timeout_s
+        while text not in self.run.log_path(0).read_text():
+            assert time.monotonic() < end, f"no {text!r} in {timeout_s} s: {self.outputs[0].read_text()[-2000:]}"
+            time.sleep(0.02)
+
     def finish(self, timeout_s: float = LIMIT_S) -> FinishedRun:
         """Wait for the ranks; a rank that does not end is killed and has the code -9."""
         end, codes = time.monotonic() + timeout_s, []
