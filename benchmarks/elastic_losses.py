@@ -28,6 +28,7 @@ from holmes_hpc.submission.lifecycle.status import run_status
 STEPS, HIT, LIMIT_S = 60, 10, 240
 ELASTIC = ("elastic.enabled=true", "elastic.copy_every=4", "train.checkpoint_interval=0")
 ALONE = (*ELASTIC, "elastic.spares=0")
+NODES = ("ib1", "ib2", "roce1", "roce2")
 KINDS: dict[str, tuple[str, str, tuple[str, ...], float]] = {  # name: (way, node, options, limit in s)
     "spare, node killed": ("killed", "ib2", ELASTIC, 12),
     "spare, node silent": ("silent", "roce2", ELASTIC, 12),
@@ -56,6 +57,7 @@ def lose(kind: str, path: Path, whole: interruptions.Figures) -> dict[str, Any]:
     way, node, options, limit_s = KINDS[kind]
     run = submit(path, *options)
     until(lambda: interruptions.last_step(run) >= HIT, f"step {HIT}")
+    node = run.read_run()["hosts"][NODES.index(node)]  # a node of an earlier run may not be back yet
     with contextlib.ExitStack() as repair:
         if way == "killed":
             beds.kill_node(node)

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import psutil
@@ -71,14 +72,15 @@ def find(directory: Path | None, namespaces: Collection[int]) -> list[TestbedPro
 
 
 def kill_all(directory: Path | None, namespaces: Collection[int]) -> None:
-    """Kill the processes of :func:`find`, and their forks, by SIGKILL. TestbedError if one survives for _KILL_S."""
+    """Kill the processes of :func:`find`, and their forks, by SIGKILL. TestbedError if one survives for _KILL_S.
+    They are stopped before, as by a power cut: srun's helper would cancel a step whose srun is killed first."""
     where = str(directory or f"netns {', '.join(map(str, namespaces))}")
     for _ in attempts(_KILL_S, 0.05):
         if not (survivors := find(directory, namespaces)):
             return
-        for process in survivors:
+        for number, process in product((signal.SIGSTOP, signal.SIGKILL), survivors):
             with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+                os.kill(process.pid, number)
     names = ", ".join(f"{p.program} ({p.pid})" for p in survivors[:5])
     hint = "look for the cause in dmesg, then run `holmes testbed down` again"
     raise TestbedError(f"processes are alive after SIGKILL: {names}", where=where, hint=hint)
