@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import stat
 import subprocess
 import threading
@@ -182,6 +183,19 @@ def test_kill_all_of_a_namespace_kills_forks_and_no_other_process(monkeypatch: p
         for process in (node, other):
             process.kill()
             process.wait()
+
+
+@pytest.mark.integration
+def test_kill_all_stops_all_processes_before_it_kills_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    # the helper of srun cancels a step whose srun is killed before the helper
+    pair, sent, send = [subprocess.Popen(["sleep", "600"]) for _ in range(2)], list[tuple[int, int]](), os.kill
+    pids = {process.pid for process in pair}
+    monkeypatch.setattr(processes, "_namespace", lambda pid: 7 if pid in pids else 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "kill", lambda pid, number: (sent.append((pid, number)), send(pid, number)))
+        processes.kill_all(None, {7})
+    assert [number for _, number in sent[:4]] == [signal.SIGSTOP] * 2 + [signal.SIGKILL] * 2
+    assert [process.wait(5) for process in pair] == [-9, -9]
 
 
 def _session(process: Path) -> str:
