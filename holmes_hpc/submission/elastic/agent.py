@@ -5,6 +5,7 @@ obeys its orders. On a spare node it waits for an order with ranks. If the coord
 the first agent to claim its place starts another.
 """
 
+import contextlib
 import os
 import signal
 import sys
@@ -169,10 +170,23 @@ def is_spare(run: Path) -> bool:
     return any(node in part.nodes[len(part.nodes) - spares :] for part in ranks_of_job(os.environ))
 
 
+def lower_priority(nice: int) -> None:
+    """Lower the priority of this thread."""
+    os.nice(nice)
+    share_of_session(nice)
+
+
+def share_of_session(nice: int) -> None:
+    """Set this session's share of the CPUs. Linux's autogroups share them among sessions, whatever a thread's own."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(f"{nice}")
+
+
 def main(folder: Path, import_path: str = "") -> None:
     code_version()  # before a commit can change it
-    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(19 * is_spare(folder.parent),)) as thread:
+    with ThreadPoolExecutor(1, initializer=lower_priority, initargs=(19 * is_spare(folder.parent),)) as thread:
         config = thread.submit(preload, prepare(folder, import_path)).result()
+    share_of_session(0)
     path, dead_s = published_path(folder), float(config["elastic"]["dead_s"])
     agent = Agent(RunDirectory(config["run_dir"]), dead_s)
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
