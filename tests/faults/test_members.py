@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -107,6 +108,21 @@ def test_training_starts_on_what_is_free_and_the_other_fabric_joins(
     print(f"first step {first - submitted:.1f} s after submission, with RoCE {joined - freed:.1f} s after it was free")
     check_steps(run, expected, 2)
     assert first - submitted < FIRST_STEP_S and joined - freed < JOIN_S
+    assert interruptions.figures(by_hand(run)) == interruptions.figures(run)
+
+
+def by_hand(run: RunDirectory) -> RunDirectory:
+    """Return a run of one heterogeneous job at a time, which changes plans by hand after the same step."""
+    last = max(line["step"] for line in lines_of(run) if line["attempt"] == 1)
+    folder = run.path.with_name("by-hand")
+    folder.mkdir()
+    shutil.copy(run.path / "plan-1.yaml", folder / "plan.yaml")
+    changed = interruptions.submit(folder / "run", f"train.steps={last}", f"train.lr_decay_steps={STEPS}")
+    interruptions.follow_to_end(changed)
+    resume = [interruptions.HOLMES, "resume", str(changed.path), f"train.steps={STEPS}"]
+    subprocess.run([*resume, "--plan", str(run.path / "plan.yaml")], check=True, capture_output=True)
+    assert [line["attempt"] for line in lines_of(changed)] == [line["attempt"] for line in lines_of(run)]
+    return changed
 
 
 @pytest.mark.parametrize("member", [1, 0], ids=["RoCE", "InfiniBand"])
