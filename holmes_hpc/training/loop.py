@@ -144,6 +144,8 @@ class Trainer:
         while self.step < self.settings.steps:
             self.step += 1
             self.watchdog.start_phase(f"step {self.step}")
+            if isinstance(self.edges, Edges):
+                self.edges.has_next_step = self.step < self.settings.steps
             any_rank = self._run_passes(batches)
             if self.early_steps.is_pending and not self._confirm_early_step():
                 batches, start = self._roll_back(start), time.perf_counter()

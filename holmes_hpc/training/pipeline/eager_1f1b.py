@@ -167,7 +167,9 @@ def _run_passes(
 ) -> torch.Tensor:
     """Run a stage's passes and transfers in order; return the number of tokens. `backward`: None for validation.
     `compute_weights`: :meth:`WeightGradients.compute` for the stage's models; None without weight passes.
-    Weight passes after the last backward pass are computed together, layer by layer, so that reductions start early."""
+    Weight passes after the last backward pass are computed together, layer by layer, so that reductions start early.
+    Over gloo, the receives at the start of the next step are posted before them: gloo sends only to posted receives,
+    and a stage that starts its next step earlier need not wait for this one."""
     row = edges.row
     program = launches(order, row, backward is None, edges.on_device)
     consumers = {order.transfer_to(row, p): p for p in program if isinstance(p, Pass)}
@@ -177,6 +179,11 @@ def _run_passes(
     output: Any = None  # of the last pass
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
     last_weights: list[Any] = [*takewhile(lambda launch: isinstance(launch, WeightPass), reversed(program))][::-1]
+
+    def receive(post: Post) -> Any:
+        channel, consumer = edges.channel(role_of(post), post.transfer.source), consumers[post.transfer]
+        return channel.receive(new_buffer(), consumer)
+
     for launch in program[: len(program) - len(last_weights)]:
         if isinstance(launch, WeightPass):
             with report.span("weight", launch, activations):
@@ -184,9 +191,8 @@ def _run_passes(
             continue
         if isinstance(launch, Post):
             transfer, is_forward = launch.transfer, launch.transfer.source_pass.forward
-            role = f"{'forward' if is_forward else 'backward'}_{'out' if launch.sends else 'in'}"
-            channel = edges.channel(role, transfer.target if launch.sends else transfer.source)
             if launch.sends:
+                channel = edges.channel(role_of(launch), transfer.target)
                 channel.send(output, transfer.source_pass)
                 # To bound the memory, wait for the send that is one window earlier. The other end is at most a window
                 # behind, so this takes no time. Sends in progress at the end of a step are waited for in the next step.
@@ -194,7 +200,8 @@ def _run_passes(
                 if is_forward:
                     megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             else:
-                arriving[consumers[transfer]] = channel.receive(new_buffer(), consumers[transfer])
+                early = edges.posted[role_of(launch), transfer.source]
+                arriving[consumers[transfer]] = early.popleft() if early else receive(launch)
             continue
         direction, key = "forward" if launch.forward else "backward", (launch.micro_batch, launch.chunk)
         with report.span(f"wait_{direction}", launch, activations):
@@ -210,10 +217,20 @@ def _run_passes(
         elif backward is not None:
             with report.span("backward", launch, activations):
                 output = backward(launch, *activations.pop(key), received)
+    if backward is not None and edges.has_next_step and not edges.on_device:
+        for post in program:
+            if not isinstance(post, Post) or post.sends:
+                break
+            edges.posted[role_of(post), post.transfer.source].append(receive(post))
     if last_weights:
         with report.span("weight", last_weights[-1], activations):
             compute_weights(last_weights, last=True)
     return tokens
+
+
+def role_of(post: Post) -> str:
+    """Return the role of a transfer's channel at the rank that posts it."""
+    return f"{'forward' if post.transfer.source_pass.forward else 'backward'}_{'out' if post.sends else 'in'}"
 
 
 class TraceReporter:

@@ -16,7 +16,7 @@ group, an early receive would block every later send. Gloo could use tags, but h
 
 import contextlib
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -209,11 +209,15 @@ def wait_all(works: Iterable[Any]) -> None:
 
 class Edges:
     """The edges of a rank, as ``run_eager_1f1b`` uses them. `channels`: by name or role; `device`: where the rank
-    computes; `on_device`: whether transfers are GPU kernels, which occupy the GPU until they are done."""
+    computes; `on_device`: whether transfers are GPU kernels, which occupy the GPU until they are done; `posted`:
+    receives posted before their step, by role and row at the other end; `has_next_step`: whether another step follows.
+    """
 
     def __init__(self, channels: Mapping[str, Channel], device: torch.device) -> None:
         self.channels, self.device = dict(channels), device
         self.on_device = any(is_nccl(c.connections[0]) for c in channels.values())
+        self.posted = defaultdict[tuple[str, int], deque[Any]](deque)
+        self.has_next_step = False
 
     def settle(self) -> None:
         """Wait for all sends in progress."""

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.integration
 
 STEPS = {"steps": 10, "checkpoint_interval": 4, "lr_decay_steps": 10}
 BATCH = replace(spawn.BATCH, global_size=4)
-PLAN = spawn.plan(pp=2, dp=2, batch=BATCH)
+PLAN = spawn.plan(pp=2, dp=2, batch=BATCH, schedule="ahead")  # a stop leaves receives posted
 REPLICAS = spawn.plan(dp=2, batch=BATCH)
 
 
