@@ -1048,6 +1048,7 @@ def test_the_help_of_aligned_gather_names_its_default_of_holmes():
 def test_an_unknown_option_gets_the_key_or_the_answer_but_no_lookalike(holmes):
     for option, hint in (
         ("--precision", "no option --precision: write train.dtype=…;"),
+        ("--elastic", "no option --elastic: write elastic.enabled=…;"),
         ("--context-parallel", "no option --context-parallel: write plan.cp=…;"),
         ("--modle", "did you mean '--model'?"),
         ("--dry-run", "no option --dry-run: `holmes submit PLAN --dry-run` prints the batch script; see"),

@@ -64,8 +64,11 @@ def plan_run(
     is_too_large = config.elastic.enabled and least > nodes
     problem = f"{least} nodes are more than the {nodes} of the plan, so the run could not go on after a loss"
     ConfigError.refuse("elastic.min_nodes", (is_too_large, problem, f"use at most {nodes}"))
-    has_members = config.elastic.enabled and config.elastic.members
-    if has_members and len(plan.components) == 1:
+    has_members, pools = config.elastic.enabled and config.elastic.members, len(plan.components)
+    problem = f"{config.elastic.min_fabrics} pools are more than the {pools} of the plan, so the run would never start"
+    is_too_large = has_members and config.elastic.min_fabrics > pools
+    ConfigError.refuse("elastic.min_fabrics", (is_too_large, problem, f"use at most {pools}"))
+    if has_members and pools == 1:
         console.note("elastic.members has no effect: the plan has one pool, so it is one job anyway")
     elif has_members:
         is_short = steps_per_job(plan, config.slurm.timeout_min) < 1

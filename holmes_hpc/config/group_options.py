@@ -55,12 +55,14 @@ def unknown_key(unknown: str) -> ConfigError:
 
 def meant_keys(unknown: str) -> list[str]:
     """Return the keys that the user may have meant by an unknown key. The first of these rules with a match applies:
-    the key that other programs call by this name; keys with the same name; keys that `unknown` may misspell; keys with
-    similar names; the key whose name in other programs `unknown` may misspell."""
+    the key that other programs call by this name; the switch of a group; keys with the same name; keys that `unknown`
+    may misspell; keys with similar names; the key whose name in other programs `unknown` may misspell."""
     if (key := key_elsewhere(unknown)) is not None:
         return [key]
     group, _, name = unknown.rpartition(".")
     all_keys = [*keys(Configuration), *(f"{group}.{key}" for group, cls in GROUPS.items() for key in keys(cls))]
+    if (switch := f"{unknown}.enabled") in all_keys:
+        return [switch]
     names = {key: key.rpartition(".")[2] for key in all_keys}
     same_name = [name] if name in all_keys else [key for key in all_keys if names[key] == name]
     mistyped = [key for key in all_keys if is_typo(unknown, key) or (not group and is_typo(name, names[key]))]

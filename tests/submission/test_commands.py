@@ -248,6 +248,8 @@ def test_pools_of_their_own_need_a_second_pool_and_time_to_train(
         plan_run([*words, "slurm.timeout_min=1"])
     with pytest.raises(ConfigError, match=r"elastic\.min_nodes: 9 nodes are more than the 4 of the plan, so the run"):
         plan_run([*words, "elastic.min_nodes=9"])
+    with pytest.raises(ConfigError, match=r"elastic\.min_fabrics: 3 pools are more than the 2 of the plan, so the run"):
+        plan_run([*words, "elastic.members=true", "elastic.min_fabrics=3"])
 
 
 @pytest.mark.slurm

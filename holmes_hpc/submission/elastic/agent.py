@@ -24,7 +24,7 @@ from holmes_hpc.lifetime import end_with
 from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import requeue
-from holmes_hpc.submission.elastic.claims import EXPIRY_S, claim, lost_before, newest_claim
+from holmes_hpc.submission.elastic.claims import EXPIRY_S, claim, claim_age_s, lost_before, newest_claim
 from holmes_hpc.submission.elastic.connection import (
     MAX_BYTES,
     Order,
@@ -144,7 +144,10 @@ class Agent:
         last_start = (newest_claim(folder, start) if self.member is not None else start) + MAX_TAKEOVERS
         while (published := read_published(published_path(folder))) in (None, lost):
             if (newest := newest_claim(folder, start)) > start:
-                start, seen_at = newest, time.monotonic()
+                start, seen_at = newest, time.monotonic() - claim_age_s(folder, newest)
+            if (self._run.read_result() or {}).get("writer") == "batch":
+                log_batch_line("the run has ended")
+                sys.exit(0)
             if start >= last_start:
                 return None
             is_free, nodes = time.monotonic() - seen_at > EXPIRY_S, {*lost_before(folder, start), lost.node}

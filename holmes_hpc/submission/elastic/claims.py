@@ -4,7 +4,9 @@ A coordinator claims a start of the ranks by creating a file in the folder of su
 were lost before. An agent that has lost its coordinator claims the next start, and with it the coordinator's place.
 """
 
+import contextlib
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -33,6 +35,13 @@ def newest_claim(folder: Path, start: int = 0) -> int:
     while attempt_path(folder, f"start-{start + 1}").exists():
         start += 1
     return start
+
+
+def claim_age_s(folder: Path, start: int) -> float:
+    """Return the seconds since `start` was claimed, by the clocks of this node and of the file server."""
+    with contextlib.suppress(OSError):
+        return max(0.0, time.time() - attempt_path(folder, f"start-{start}").stat().st_mtime)
+    return 0.0
 
 
 def lost_before(folder: Path, start: int) -> set[str]:

@@ -12,6 +12,7 @@ from holmes_hpc.submission.lifecycle.failed_rank import signal_message
 JOIN_S = 120.0  # limit of an agent's first beat, before which it loads torch and Megatron-Core
 REJOIN_S = 5.0  # the same after a takeover
 ISOLATION_S = 2.0  # nodes that fall silent within this time may all be beyond a network that failed
+BEATS_S = 0.5  # nodes that fall silent together differ by less, because their agents report at different times
 SETTLE_S = 0.5  # after a rank was killed, its node may still turn out to be lost
 REQUEUE = 75  # exit code of an agent whose job is to be requeued: it is preempted, or nears its limit and has trained
 GRACE_S = 1.0  # after a rank has failed, its cause may still turn out to be a node that is silent for `dead_s`
@@ -135,8 +136,10 @@ class State:
 
     def is_isolated(self, now: float) -> bool:
         """Return whether more nodes have just fallen silent than answer, so that the coordinator's node may be lost."""
-        silent = [n for n in self.beats if self.dead_s < now - self.heard_at[n] < self.dead_s + ISOLATION_S]
-        return len(silent) > len(self.present(now))
+        silences = [now - self.heard_at[node] for node in self.beats]
+        silent = sum(self.dead_s < silence < self.dead_s + ISOLATION_S for silence in silences)
+        soon_silent = sum(self.dead_s - BEATS_S < silence <= self.dead_s for silence in silences) if silent else 0
+        return silent + soon_silent > len(self.present(now)) - soon_silent
 
     def present(self, now: float) -> list[str]:
         """Return the nodes whose agents report."""

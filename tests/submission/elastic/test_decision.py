@@ -86,6 +86,9 @@ def test_a_coordinator_that_most_nodes_left_at_once_may_be_cut_off() -> None:
     others = NODES[1:]
     assert state(heard_at=silent(*others)).is_isolated(NOW)
     assert not state(heard_at=silent(*others[:3])).is_isolated(NOW)
+    all_soon = silent(*others, seconds=2.8)
+    assert state(heard_at={**all_soon, others[0]: NOW - 3.1}).is_isolated(NOW)  # the others' agents reported later
+    assert not state(heard_at=all_soon).is_isolated(NOW)
     assert not state(heard_at=silent(*others, seconds=3.1 + ISOLATION_S)).is_isolated(NOW)  # decided long ago
     ended = silent(*others, seconds=inf)
     assert not state(heard_at=ended, gone=set(others)).is_isolated(NOW)

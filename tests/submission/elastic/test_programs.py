@@ -330,6 +330,24 @@ def test_one_agent_takes_over_and_all_follow_it(tmp_path: Path, monkeypatch: pyt
     assert started == [2] and lost_before(tmp_path, 2) == {"ib1", "ib3"}
 
 
+def test_an_old_claim_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, started = Published(("", 0), "a", "ib1"), list[int]()
+
+    def start_coordinator(run: RunDirectory, start: int) -> int:
+        started.append(start)
+        run.result_path.write_text(json.encode({"state": "completed", "writer": "batch", "attempt": 1}).decode())
+        return 0
+
+    monkeypatch.setattr(agent_program, "start_coordinator", start_coordinator)
+    agent = Agent(RunDirectory.create(tmp_path / "run"), dead_s=1.0)
+    assert claim(tmp_path, 1, ())
+    long_ago = time.time() - 60
+    os.utime(next(tmp_path.glob("*start-1")), (long_ago, long_ago))
+    with pytest.raises(SystemExit) as ended:  # once the run's end is recorded, the agent ends too
+        agent.next_coordinator(tmp_path, lost)
+    assert started == [2] and ended.value.code == 0
+
+
 def test_after_a_takeover_the_ranks_start_on_the_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(tmp_path, monkeypatch, is_takeover=True)
     site.coordinator.state.dead_s = 30
