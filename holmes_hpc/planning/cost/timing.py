@@ -170,7 +170,8 @@ def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE
     replicas = [*zip(layout.orders, times.replicas, times.one_nic, strict=True)]
     if layout.costs.early_step == "stage":
         update_s = times.gather + (times.optimizer + times.overhead)[:, None]
-        return simulation.early_step_seconds(replicas, update_s, times.tied, passes)
+        are_posted = all(layout.pool(c).gpu.is_cpu for c in layout.components)  # over gloo
+        return simulation.early_step_seconds(replicas, update_s, times.tied, passes, are_posted)
     ends = [simulation.step_seconds(order, d, nic, passes) for order, d, nic in replicas]
     return np.max(ends, axis=0) + times.after_reduction_s()
 

@@ -57,16 +57,23 @@ def _extrapolated(order: Order, passes: int, end_times: Callable[[Order], np.nda
 
 
 def early_step_seconds(
-    replicas: Sequence[tuple[Order, Durations, tuple[bool, ...]]], update_s: np.ndarray, tied_s: float, passes: int
+    replicas: Sequence[tuple[Order, Durations, tuple[bool, ...]]],
+    update_s: np.ndarray,
+    tied_s: float,
+    passes: int,
+    are_posted: bool = False,
 ) -> np.ndarray:
     """Return the seconds between two steps, (plans,), if a stage starts the next step after its own update.
 
     `replicas`: the order, durations and `shared` of each kind of pipeline; `update_s`: seconds from a stage's reduced
     gradients to its new weights, (plans, S); `tied_s`: the reduction of a tied embedding, for which the first and the
-    last stage wait. A few steps are simulated, each from the times at which the stages ended the one before."""
+    last stage wait; `are_posted`: whether a step's first receives are posted in the step before. A few steps are
+    simulated, each from the times at which the stages ended the one before."""
     late_s = growth = np.zeros_like(update_s)  # late_s: by which each stage can start later than the first
     for _ in range(EARLY_STEPS):
-        all_ends = (_stage_ends(order, _delayed(d, late_s), shared, passes) for order, d, shared in replicas)
+        all_ends = (
+            _stage_ends(order, _delayed(d, late_s, are_posted), shared, passes) for order, d, shared in replicas
+        )
         ends = np.max([*all_ends], axis=0) + update_s
         if tied_s:
             ends[:, [0, -1]] = ends[:, [0, -1]].max(axis=1, keepdims=True) + tied_s
@@ -89,12 +96,12 @@ def _stage_ends(order: Order, durations: Durations, shared: tuple[bool, ...], pa
     return _extrapolated(order, passes, ends)
 
 
-def _delayed(d: Durations, late_s: np.ndarray) -> Durations:
-    """Return durations in which each stage starts `late_s` after the first. Its receives are posted only then."""
+def _delayed(d: Durations, late_s: np.ndarray, are_posted: bool) -> Durations:
+    """Return durations in which each stage starts `late_s` after the first. Its receives are posted then or before."""
     ready, start = d.ready.copy(), d.ready[:, 0, 0]
     for s in range(1, ready.shape[1]):
         sent, down = start + d.forward[:, s - 1, 0], d.down[:, s - 1]
-        ready[:, s, 0] += np.maximum(0.0, late_s[:, s] - sent)
+        ready[:, s, 0] += np.maximum(0.0, late_s[:, s] - sent - are_posted * down)
         start = sent + down + ready[:, s, 0]
     return replace(d, ready=ready)
 

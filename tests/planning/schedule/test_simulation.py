@@ -237,13 +237,16 @@ def test_early_steps_fill_the_rest_of_the_bubble() -> None:
     split = replace(d, backward=d.backward / 2, weight=d.backward / 2)
     order = Order("zero_bubble", 3, m, in_flight=(6, 4, 1), deferred=(2, 3, 6), final=(1, 4, 6))
 
-    def early(order: Order, d: Durations, update: float = 0.0, tied: float = 0.0) -> float:
-        return float(early_step_seconds([(order, d, ())], np.full((1, 3), update), tied, ACCURATE)[0])
+    def early(order: Order, d: Durations, update: float = 0.0, tied: float = 0.0, posted: bool = False) -> float:
+        return float(early_step_seconds([(order, d, ())], np.full((1, 3), update), tied, ACCURATE, posted)[0])
 
     assert early(order, split) == pytest.approx(3 * m)
     assert early(order, split, update=0.5) == pytest.approx(3 * m + 0.5)
     assert early(order, split, tied=1) == pytest.approx(seconds(order, split) + 1)
     assert early(eager(3, m, extra=2), d) == pytest.approx(3 * (m + 2))
+    short, d = replace(order, micro_batches=6), durations(3, transfer=0.5)
+    sent = replace(d, backward=d.backward / 2, weight=d.backward / 2)
+    assert early(short, sent, posted=True) == pytest.approx(early(short, sent) - 0.5)  # arrives before its stage starts
     long = replace(order, micro_batches=3000)
     assert early(long, split) == pytest.approx(3 * 3000, rel=1e-3)
 
