@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any, TypeVar
 
 import numpy as np
@@ -53,13 +53,18 @@ class PoolCosts:
             for collective in ("", "reduce_scatter", "all_gather")
         }
         self.latency_s = np.array([costs.link(t, pool).latency_s for pool, t in pools])
-        self.site, ethernet = site, [costs.link(TCP, a.pool) for a in available]
-        self._tcp_efficiency = np.array([link.efficiency for link in ethernet])
-        self.ethernet_gbps = np.array([site.rate_gbps("tcp", a.pool) for a in available]) * self._tcp_efficiency
+        self.site = site
+        self.ethernet_gbps = np.array(
+            [site.rate_gbps("tcp", a.pool) * costs.link(TCP, a.pool).efficiency for a in available]
+        )
+        self._transports = [[rule.of({a.pool.name, b.pool.name}, one_node=False) for b in available] for a in available]
         self.between_latency_s = np.array(
             [
-                [link.latency_s + site.delay_s("tcp", a.pool, b.pool) for b in available]
-                for a, link in zip(available, ethernet, strict=True)
+                [
+                    costs.link(t, a.pool).latency_s + site.delay_s(t.kind, a.pool, b.pool)
+                    for b, t in zip(available, row, strict=True)
+                ]
+                for a, row in zip(available, self._transports, strict=True)
             ]
         )
         self.micro_batches = batch.global_size // micro_size
@@ -92,9 +97,12 @@ class PoolCosts:
         return self.cached(self._between_gbps, ranks)
 
     def _between_gbps(self, ranks: int) -> np.ndarray:
-        pools = [(a.pool, max(1, ranks / a.gpus_per_node)) for a in self.available]
-        gbps = [[self.site.rate_gbps("tcp", a, b, nodes) for b, _ in pools] for a, nodes in pools]
-        return np.array(gbps) * self._tcp_efficiency[:, None]
+        pools, gbps = [a.pool for a in self.available], np.zeros((len(self.available),) * 2)
+        for (f, sender), (g, receiver) in product(enumerate(pools), repeat=2):
+            transport, nodes = self._transports[f][g], max(1, ranks / self.available[f].gpus_per_node)
+            gbps[f, g] = self.site.rate_gbps(transport.kind, sender, receiver, nodes)
+            gbps[f, g] *= self.cost_model.link(transport, sender).efficiency
+        return gbps
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
         """Return the pools, in :func:`shortest_order` if the site defines links and the user does not fix the order."""

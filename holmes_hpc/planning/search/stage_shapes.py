@@ -18,6 +18,7 @@ import numpy as np
 from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.memory import max_layers
+from holmes_hpc.planning.plan.transport import TransportRule
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import (
@@ -113,7 +114,9 @@ class _ShapeEstimator:
         self, problem: Problem, available: list[AvailablePool], micro_size: int, recompute: str, max_s: float
     ) -> None:
         self.model, self.options, self.cost_model = problem.model, problem.options, problem.costs
-        self.available, self.max_s = available, max_s
+        self.available, self.max_s, self._site = available, max_s, problem.site
+        self._fabrics = [a.pool.fabric_name for a in available]
+        self._transport_rule = TransportRule(problem.site, "holmes", frozenset(), one_node=False)
         self.batch, self.recompute = replace(problem.batch, micro_size=micro_size), recompute
         self.micro_batches = self.batch.micro_batches(1)
         self._transfers_s, self._max_layers = cache(self._transfer_s), cache(self._max_layers_of)
@@ -272,8 +275,8 @@ class _ShapeEstimator:
         shares = reach / reach.sum(axis=1, keepdims=True)
         latency = shares @ np.array([t.layer_s for t in tables]) * self.model.layers  # of one micro-batch
         transfer = np.zeros(len(counts))  # lower bound, with a pool's stages as wide as possible
-        for i, (f, tps) in enumerate(tp_choice.items() if len(tables) > 1 else ()):
-            least = min(self._transfers_s(f, g, tps[0], 1) for g in tp_choice if g != f)
+        for i, f in enumerate(tp_choice if len(tables) > 1 else ()):
+            least = min(self._transfers_s(f, g, 1) for g in tp_choice if g != f)
             has_edge = (counts[:, i] > 0) & (counts[:, i] < stages)
             transfer = np.maximum(transfer, np.where(has_edge, least * counts[:, i] / tables[i].available.nodes, 0.0))
         seconds = np.maximum(self.stage_time_limits[limits], transfer) + latency * (1 - 1 / stages)
@@ -312,19 +315,20 @@ class _ShapeEstimator:
         if max(dps) > m:
             return inf
         depths = least_in_flight(dps)
-        nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its pool, outside)
+        nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its fabric, outside)
         for s, (f, nodes, tp) in enumerate(stages):
             step_s, _, layer_s = self._stage_costs[f, tp]
             dp = dps[s]
             fit = self._max_layers(f, tp, dp, min(depths[s], -(-m // dp)))
             if s:
                 f_above, nodes_above, tp_above = stages[s - 1]
-                down = self._transfers_s(f_above, f, tp_above, nodes_above)
-                up = self._transfers_s(f, f_above, tp, nodes)
+                down = self._transfers_s(f_above, f, nodes_above)
+                up = self._transfers_s(f, f_above, nodes)
                 above, own = self.available[f_above].gpus_per_node, self.available[f].gpus_per_node
                 transfer = (down * above / tp_above + up * own / tp) / m
-                nic_s[s - 1][f != f_above] += down / nodes_above
-                nic_s[s][f != f_above] += up / nodes
+                is_outside = self._fabrics[f] != self._fabrics[f_above]
+                nic_s[s - 1][is_outside] += down / nodes_above
+                nic_s[s][is_outside] += up / nodes
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
             costs.append((layer_s, float(step_s[nodes - 1]), fit, dp, transfer, head))
 
@@ -356,15 +360,12 @@ class _ShapeEstimator:
         busiest_nic = max(map(max, nic_s))
         return max(high, NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
 
-    def _transfer_s(self, source: int, target: int, tp: int, nodes: int) -> float:
+    def _transfer_s(self, source: int, target: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
-        `tp`, `nodes`: TP and number of nodes of the sending stage, whose nodes all send at the same time."""
-        costs = self.costs_by_tp[tp]
-        index = costs.available.index(self.available[source])
-        target_index = next((i for i, a in enumerate(costs.available) if a is self.available[target]), None)
-        between_gbps = costs.between_gbps(nodes * self.available[source].gpus_per_node)
-        gbps = costs.ethernet_gbps[index] if target_index is None else between_gbps[index, target_index]
-        if source == target:
-            gbps = costs.inside_gbps[""][index]
+        `nodes`: number of nodes of the sending stage, which all send at the same time."""
+        sender, receiver = self.available[source].pool, self.available[target].pool
+        transport = self._transport_rule.of({sender.name, receiver.name}, one_node=False)
+        gbps = self._site.rate_gbps(transport.kind, sender, receiver, nodes)
+        gbps *= self.cost_model.link(transport, sender).efficiency
         element_bytes = self.cost_model.weight_bytes(self.available[source].pool.gpu)
-        return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / float(gbps)
+        return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / gbps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from math import inf
 
 import planner_regret
@@ -18,6 +19,7 @@ from holmes_hpc.planning.search.best import search
 from holmes_hpc.planning.search.candidate import Evaluator
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
+from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import Problem, available_pools
 from holmes_hpc.planning.search.space import Space
 from holmes_hpc.planning.search.stage_lists import neighbours, other_pools
@@ -102,6 +104,18 @@ def test_estimates_of_shapes_count_the_memory_of_passes_in_flight(micro_size: in
     problem = Problem(named("llama2_70b"), Batch(256, micro_size, 2048), site, options, Costs())
     estimator = _ShapeEstimator(problem, available_pools(site, options), micro_size, "none", inf)
     assert (estimator.estimate(((0, 1, 8),) * 8) < inf) == fits
+
+
+def test_estimates_of_shapes_use_the_fast_network_between_pools_of_a_fabric() -> None:
+    site = make_site(25, ("ib", 8, 800.0, A100), ("ib", 4, 400.0, H100), ("roce", 4, 800.0, A100))
+    first, second, other = site.pools
+    site = Site("site", (replace(first, fabric="f"), replace(second, fabric="f"), other))
+    problem = Problem(named("llama2_70b"), Batch(256, 1, 2048), site, PlanOptions(), Costs())
+    available = available_pools(site, PlanOptions())
+    estimator = _ShapeEstimator(problem, available, 1, "none", inf)
+    assert estimator._transfers_s(0, 0, 1) < estimator._transfers_s(0, 1, 1) < 0.1 * estimator._transfers_s(0, 2, 1)
+    inside, between = PoolCosts(problem, 1, 8, available).transfers_s(1)
+    assert inside[0] < between[0, 1] < 0.1 * between[0, 2]
 
 
 def test_neighbours_differ_by_a_node_a_tp_or_a_pool() -> None:
