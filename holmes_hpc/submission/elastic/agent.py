@@ -10,11 +10,14 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 from msgspec import json
 from submitit.core.submission import process_job
@@ -40,6 +43,7 @@ from holmes_hpc.submission.executor.task import prepare
 from holmes_hpc.submission.local_ranks import preload, redirect_output
 from holmes_hpc.waiting import attempts
 
+T = TypeVar("T")
 BEAT_S = 0.25
 SLOTS_PER_RANK = 4  # training/checkpoint/memory_copies.py
 MAX_TAKEOVERS = 3  # then the job is requeued
@@ -173,23 +177,25 @@ def is_spare(run: Path) -> bool:
     return any(node in part.nodes[len(part.nodes) - spares :] for part in ranks_of_job(os.environ))
 
 
-def lower_priority(nice: int) -> None:
-    """Lower the priority of this thread."""
-    os.nice(nice)
-    share_of_session(nice)
+def at_low_priority(load: Callable[[], T]) -> T:
+    """Return ``load()``, run at the lowest priority of this thread, and of this session: Linux's autogroups share CPUs
+    among sessions, whatever a thread's own priority."""
 
+    def set_priority_of_session(nice: int) -> None:
+        with contextlib.suppress(OSError):
+            Path("/proc/self/autogroup").write_text(f"{nice}")
 
-def share_of_session(nice: int) -> None:
-    """Set this session's share of the CPUs. Linux's autogroups share them among sessions, whatever a thread's own."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(f"{nice}")
+    set_priority_of_session(19)
+    with ThreadPoolExecutor(1, initializer=os.nice, initargs=(19,)) as thread:
+        result = thread.submit(load).result()
+    set_priority_of_session(0)
+    return result
 
 
 def main(folder: Path, import_path: str = "") -> None:
     code_version()  # before a commit can change it
-    with ThreadPoolExecutor(1, initializer=lower_priority, initargs=(19 * is_spare(folder.parent),)) as thread:
-        config = thread.submit(preload, prepare(folder, import_path)).result()
-    share_of_session(0)
+    load = partial(preload, prepare(folder, import_path))
+    config = at_low_priority(load) if is_spare(folder.parent) else load()
     path, dead_s = published_path(folder), float(config["elastic"]["dead_s"])
     agent = Agent(RunDirectory(config["run_dir"]), dead_s)
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
