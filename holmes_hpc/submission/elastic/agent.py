@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -177,9 +177,9 @@ def is_spare(run: Path) -> bool:
     return any(node in part.nodes[len(part.nodes) - spares :] for part in ranks_of_job(os.environ))
 
 
-def at_low_priority(load: Callable[[], T]) -> T:
-    """Return ``load()``, run at the lowest priority of this thread, and of this session: Linux's autogroups share CPUs
-    among sessions, whatever a thread's own priority."""
+def at_low_priority(load: Callable[[], T], until: Path) -> T:
+    """Return ``load()``, run at the lowest priority: of a thread, and, until a file exists, of this session, because
+    Linux's autogroups share CPUs among sessions whatever a thread's own priority."""
 
     def set_priority_of_session(nice: int) -> None:
         with contextlib.suppress(OSError):
@@ -187,15 +187,18 @@ def at_low_priority(load: Callable[[], T]) -> T:
 
     set_priority_of_session(19)
     with ThreadPoolExecutor(1, initializer=os.nice, initargs=(19,)) as thread:
-        result = thread.submit(load).result()
-    set_priority_of_session(0)
-    return result
+        loading = thread.submit(load)
+        while not wait([loading], BEAT_S).done and not until.exists():
+            pass
+        set_priority_of_session(0)
+        return loading.result()
 
 
 def main(folder: Path, import_path: str = "") -> None:
     code_version()  # before a commit can change it
     load = partial(preload, prepare(folder, import_path))
-    config = at_low_priority(load) if is_spare(folder.parent) else load()
+    first_step = RunDirectory(folder.parent).metrics_path  # from then on, a spare may be needed
+    config = at_low_priority(load, first_step) if is_spare(folder.parent) else load()
     path, dead_s = published_path(folder), float(config["elastic"]["dead_s"])
     agent = Agent(RunDirectory(config["run_dir"]), dead_s)
     published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
