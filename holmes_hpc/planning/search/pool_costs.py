@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, TypeVar
 
 import numpy as np
 
 from holmes_hpc.config.model import Batch
+from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.cache import Memo
+from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, TransportRule
@@ -19,6 +21,19 @@ from holmes_hpc.planning.search.problem import AvailablePool, Problem
 
 T = TypeVar("T")
 MAX_CHUNKS = 8
+
+
+def payload_gbps(rule: TransportRule, costs: Costs, sender: Pool, receiver: Pool, nodes: float) -> float:
+    """Return the payload rate in Gbit/s from a node of `sender` to one of `receiver`, over the best transport between
+    the two. `nodes`: the nodes of `sender` that send at the same time."""
+    transport = rule.of({sender.name, receiver.name}, one_node=False)
+    return rule.site.rate_gbps(transport.kind, sender, receiver, nodes) * costs.link(transport, sender).efficiency
+
+
+def latency_s(rule: TransportRule, costs: Costs, sender: Pool, receiver: Pool) -> float:
+    """Return the seconds until data of `sender` arrives at `receiver`, over the best transport between the two."""
+    transport = rule.of({sender.name, receiver.name}, one_node=False)
+    return costs.link(transport, sender).latency_s + rule.site.delay_s(transport.kind, sender, receiver)
 
 
 class PoolCosts:
@@ -53,19 +68,12 @@ class PoolCosts:
             for collective in ("", "reduce_scatter", "all_gather")
         }
         self.latency_s = np.array([costs.link(t, pool).latency_s for pool, t in pools])
-        self.site = site
+        self.site, self._transport_rule = site, rule
         self.ethernet_gbps = np.array(
             [site.rate_gbps("tcp", a.pool) * costs.link(TCP, a.pool).efficiency for a in available]
         )
-        self._transports = [[rule.of({a.pool.name, b.pool.name}, one_node=False) for b in available] for a in available]
         self.between_latency_s = np.array(
-            [
-                [
-                    costs.link(t, a.pool).latency_s + site.delay_s(t.kind, a.pool, b.pool)
-                    for b, t in zip(available, row, strict=True)
-                ]
-                for a, row in zip(available, self._transports, strict=True)
-            ]
+            [[latency_s(rule, costs, a.pool, b.pool) for b in available] for a in available]
         )
         self.micro_batches = batch.global_size // micro_size
         self.layers = model.layers - model.experts.first_dense  # for lower bounds, first dense layers cost nothing
@@ -97,12 +105,9 @@ class PoolCosts:
         return self.cached(self._between_gbps, ranks)
 
     def _between_gbps(self, ranks: int) -> np.ndarray:
-        pools, gbps = [a.pool for a in self.available], np.zeros((len(self.available),) * 2)
-        for (f, sender), (g, receiver) in product(enumerate(pools), repeat=2):
-            transport, nodes = self._transports[f][g], max(1, ranks / self.available[f].gpus_per_node)
-            gbps[f, g] = self.site.rate_gbps(transport.kind, sender, receiver, nodes)
-            gbps[f, g] *= self.cost_model.link(transport, sender).efficiency
-        return gbps
+        rule, costs = self._transport_rule, self.cost_model
+        senders = [(a.pool, max(1, ranks / a.gpus_per_node)) for a in self.available]
+        return np.array([[payload_gbps(rule, costs, a, b, nodes) for b, _ in senders] for a, nodes in senders])
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
         """Return the pools, in :func:`shortest_order` if the site defines links and the user does not fix the order."""

@@ -20,7 +20,7 @@ from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.memory import max_layers
 from holmes_hpc.planning.plan.transport import TransportRule
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.pool_costs import PoolCosts
+from holmes_hpc.planning.search.pool_costs import PoolCosts, payload_gbps
 from holmes_hpc.planning.search.problem import (
     AvailablePool,
     Problem,
@@ -114,7 +114,7 @@ class _ShapeEstimator:
         self, problem: Problem, available: list[AvailablePool], micro_size: int, recompute: str, max_s: float
     ) -> None:
         self.model, self.options, self.cost_model = problem.model, problem.options, problem.costs
-        self.available, self.max_s, self._site = available, max_s, problem.site
+        self.available, self.max_s = available, max_s
         self._fabrics = [a.pool.fabric_name for a in available]
         self._transport_rule = TransportRule(problem.site, "holmes", frozenset(), one_node=False)
         self.batch, self.recompute = replace(problem.batch, micro_size=micro_size), recompute
@@ -364,8 +364,6 @@ class _ShapeEstimator:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
         `nodes`: number of nodes of the sending stage, which all send at the same time."""
         sender, receiver = self.available[source].pool, self.available[target].pool
-        transport = self._transport_rule.of({sender.name, receiver.name}, one_node=False)
-        gbps = self._site.rate_gbps(transport.kind, sender, receiver, nodes)
-        gbps *= self.cost_model.link(transport, sender).efficiency
-        element_bytes = self.cost_model.weight_bytes(self.available[source].pool.gpu)
+        gbps = payload_gbps(self._transport_rule, self.cost_model, sender, receiver, nodes)
+        element_bytes = self.cost_model.weight_bytes(sender.gpu)
         return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / gbps
