@@ -47,7 +47,7 @@ from holmes_hpc.training.model import gpt
 from holmes_hpc.training.model.megatron_versions import backward_step
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 from holmes_hpc.training.pipeline import per_stage_transfers, point_to_point
-from holmes_hpc.training.pipeline.point_to_point import Edges, is_nccl
+from holmes_hpc.training.pipeline.point_to_point import Edges, is_nccl, role_of
 from holmes_hpc.training.session import Session
 
 
@@ -180,9 +180,12 @@ def _run_passes(
     tokens = torch.zeros([], dtype=torch.int, device=edges.device)
     last_weights: list[Any] = [*takewhile(lambda launch: isinstance(launch, WeightPass), reversed(program))][::-1]
 
+    def end_of(post: Post) -> tuple[str, int]:
+        """Return (the role of the channel, the row at its other end)."""
+        return role_of(post.transfer.source_pass.forward, post.sends), post.peer
+
     def receive(post: Post) -> Any:
-        channel, consumer = edges.channel(role_of(post), post.transfer.source), consumers[post.transfer]
-        return channel.receive(new_buffer(), consumer)
+        return edges.channel(*end_of(post)).receive(new_buffer(), consumers[post.transfer])
 
     for launch in program[: len(program) - len(last_weights)]:
         if isinstance(launch, WeightPass):
@@ -192,7 +195,7 @@ def _run_passes(
         if isinstance(launch, Post):
             transfer, is_forward = launch.transfer, launch.transfer.source_pass.forward
             if launch.sends:
-                channel = edges.channel(role_of(launch), transfer.target)
+                channel = edges.channel(*end_of(launch))
                 channel.send(output, transfer.source_pass)
                 # To bound the memory, wait for the send that is one window earlier. The other end is at most a window
                 # behind, so this takes no time. Sends in progress at the end of a step are waited for in the next step.
@@ -200,7 +203,7 @@ def _run_passes(
                 if is_forward:
                     megatron.deallocate_output_tensor(output, config.deallocate_pipeline_outputs)
             else:
-                early = edges.posted[role_of(launch), transfer.source]
+                early = edges.posted[end_of(launch)]
                 arriving[consumers[transfer]] = early.popleft() if early else receive(launch)
             continue
         direction, key = "forward" if launch.forward else "backward", (launch.micro_batch, launch.chunk)
@@ -221,16 +224,11 @@ def _run_passes(
         for post in program:
             if not isinstance(post, Post) or post.sends:
                 break
-            edges.posted[role_of(post), post.transfer.source].append(receive(post))
+            edges.posted[end_of(post)].append(receive(post))
     if last_weights:
         with report.span("weight", last_weights[-1], activations):
             compute_weights(last_weights, last=True)
     return tokens
-
-
-def role_of(post: Post) -> str:
-    """Return the role of a transfer's channel at the rank that posts it."""
-    return f"{'forward' if post.transfer.source_pass.forward else 'backward'}_{'out' if post.sends else 'in'}"
 
 
 class TraceReporter:

@@ -270,7 +270,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         received: dict[str, torch.Tensor] = {}
         # The order matters if a launch waits for the previous one (planning/schedule/launches.py).
         for forward, sends in exchange_order(self.pp_group.rank()):
-            role = f"{'forward' if forward else 'backward'}_{'out' if sends else 'in'}"
+            role = role_of(forward, sends)
             name = f"{'send' if sends else 'recv'}_{'next' if forward == sends else 'prev'}"
             tensor = tensor_send_next if forward else tensor_send_prev
             if sends and tensor is not None:
@@ -284,6 +284,11 @@ class EdgeCommunicator(P2PCommunicator, Edges):
         if wait_on_reqs:
             wait_all(started.values())
         return received.get("recv_prev"), received.get("recv_next"), None if wait_on_reqs else started
+
+
+def role_of(forward: bool, sends: bool) -> str:
+    """Return the role of a channel at one of its ends."""
+    return f"{'forward' if forward else 'backward'}_{'out' if sends else 'in'}"
 
 
 def is_nccl(group: dist.ProcessGroup) -> bool:
@@ -323,7 +328,7 @@ def connect_edges(
         edge_codec = codec(plan.edge_dtype, dtype) if is_tcp else IDENTITY
         channel = Channel(f"{direction} {source}->{target}", own_connections, peer, edge_codec)
         _open_connection(channel, device, is_sender=is_sender)
-        yield f"{direction}_{'out' if is_sender else 'in'}", peer, channel
+        yield role_of(direction == "forward", is_sender), peer, channel
 
 
 def _open_connection(channel: Channel, device: torch.device, is_sender: bool) -> None:
