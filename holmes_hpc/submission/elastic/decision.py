@@ -136,10 +136,10 @@ class State:
 
     def is_isolated(self, now: float) -> bool:
         """Return whether more nodes have just fallen silent than answer, so that the coordinator's node may be lost."""
-        silences = [now - self.heard_at[node] for node in self.beats]
-        silent = sum(self.dead_s < silence < self.dead_s + ISOLATION_S for silence in silences)
-        soon_silent = sum(self.dead_s - BEATS_S < silence <= self.dead_s for silence in silences) if silent else 0
-        return silent + soon_silent > len(self.present(now)) - soon_silent
+        silence_s = {node: now - self.heard_at[node] for node in self.beats}
+        silent = {n for n, s in silence_s.items() if self.dead_s - BEATS_S < s < self.dead_s + ISOLATION_S}
+        has_lost_one = any(silence_s[node] > self.dead_s for node in silent)
+        return has_lost_one and len(silent) > len({*self.present(now)} - silent)
 
     def present(self, now: float) -> list[str]:
         """Return the nodes whose agents report."""
