@@ -118,6 +118,11 @@ class RunDirectory:
             raise RecordError("it has no configuration", where=str(self.run_path), hint="start a new run")
         return config
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the run was submitted with ``--elastic``."""
+        return bool((self.config.get("elastic") or {}).get("enabled"))
+
     def update_run(self, **values: Any) -> None:
         """Set top-level keys of run.yaml. A lock keeps other writers out meanwhile."""
         with locked(self.path / ".lock"):

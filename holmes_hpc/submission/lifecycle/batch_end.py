@@ -62,12 +62,11 @@ def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, re
     where = f"rank {result['failed_rank']} on {result['failed_node']}: " if result["failed_rank"] is not None else ""
     log_batch_line(f"{result['state']}{': ' + where + str(result['error']) if result['error'] else ''}")
     run.write_result(result, writer="batch")  # after the log: whoever follows the run stops at the result
-    is_elastic = (run.read_run()["config"].get("elastic") or {}).get("enabled")
     if state is not None and state.state == "NODE_FAIL":  # Slurm has requeued it already
         slurm("scancel", job_id, timeout_s=30)
     elif result["exit_code"] and job_id:
         disable_requeue(job_id)
-    elif job_id and is_elastic and "PENDING" in slurm("squeue", "-h", "-j", job_id, "-o", "%T", timeout_s=30).out:
+    elif job_id and run.is_elastic and "PENDING" in slurm("squeue", "-h", "-j", job_id, "-o", "%T", timeout_s=30).out:
         slurm("scancel", job_id, timeout_s=30)  # Slurm has requeued a component that lost all its nodes
     return int(result["exit_code"])
 

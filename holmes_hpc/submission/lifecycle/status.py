@@ -305,7 +305,7 @@ def record_end(run: RunDirectory, state: JobState) -> dict[str, Any]:
     with contextlib.suppress(HolmesError, OSError):
         ranks_per_node = [part.gpus_per_node for part in Plan.read(run.plan_path).components]
         components = component_ranks(state.component_nodes, ranks_per_node)
-        if not (run.config.get("elastic") or {}).get("enabled"):  # there, srun's tasks are agents
+        if not run.is_elastic:  # there, srun's tasks are agents
             srun_errors = failed_rank.parse_srun_errors(end_messages(run), components)
         if state.source == "process" and (job_id := _job_id(run.read_run())) is not None:
             local = failed_rank.read_local_exits(run.path / "submission", job_id)
