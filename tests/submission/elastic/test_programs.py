@@ -430,7 +430,7 @@ def test_spares_are_the_last_nodes_of_each_component(
 
 def test_only_the_loading_thread_of_a_spare_has_a_low_priority(tmp_path: Path) -> None:
     path = Path("/proc/self/autogroup")
-    has_autogroups = os.access(path, os.W_OK)
+    has_autogroups = os.access(path, os.W_OK) and path.read_text() != ""  # empty: a session without one
 
     def priorities() -> tuple[int, int]:
         time.sleep(0.5 if (tmp_path / "step").exists() else 0.15)  # a user may change it ten times a second
