@@ -14,8 +14,6 @@ from holmes_hpc.planning.cost.uncertainty import interval_notes
 
 def assumptions(layout: Layout) -> tuple[str, ...]:
     """Return notes on all figures that were not measured."""
-    if layout.is_per_stage:
-        return tuple(dict.fromkeys(note for view in layout.views for note in assumptions(view)))
     calibration, notes = layout.costs.calibration, list[str]()
     for pool in dict.fromkeys(layout.pool(c) for c in layout.components):
         gpu = pool.gpu
@@ -44,7 +42,8 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
         if not any(f.links for f in calibration.fabrics):
             notes.append("link latencies and efficiencies from published figures, not measured")
     software, p = layout.costs.software, layout.parallel
-    if software.overlap_gather and not software.overlap and p.distributed_optimizer and layout.intra_dp_size > 1:
+    has_replicas = any(stage.copies > p.optimizer_instances for stage in p.stages)
+    if software.overlap_gather and not software.overlap and p.distributed_optimizer and has_replicas:
         notes.append("train.overlap_param_gather has no effect with train.overlap_grad_reduce=false")
     if calibration == NO_CALIBRATION:  # measured rates contain the limit of windows
         notes += _tcp_window_notes(layout)
@@ -72,7 +71,7 @@ def _calibration_notes(layout: Layout, pool: Pool) -> Iterator[str]:
     if not measured.fabric and not measured.gpu and len(gpu_kinds) > 1:
         problem = f"the calibration names no GPU kind, the site has {' and '.join(gpu_kinds)}"
         yield f"{problem}: calibrate again (profiles and files of earlier releases may lack it)"
-    tp, measured_tps = layout.parallel.tp, sorted({p.tp for p in measured.parts if p.part == "layer"})
-    if measured_tps and tp not in measured_tps:
+    measured_tps = sorted({p.tp for p in measured.parts if p.part == "layer"})
+    for tp in (tp for tp in layout.parallel.tps if measured_tps and tp not in measured_tps):
         source = f"TP {', '.join(map(str, measured_tps))}, with collectives added"
         yield f"layers at TP {tp} estimated from {source}; to measure them: `holmes calibrate plan.tp={tp}`"

@@ -36,7 +36,7 @@ def sent_bytes(layout: Layout, layers: np.ndarray) -> Iterator[tuple[GroupTransp
         gpu = layout.pool(component).gpu
         factors, n, stage = costs.collectives(gpu), len(group.ranks), group.stages[0]
         senders, amount, peer_bytes = group.ranks, 0.0, 0.0  # bytes of each sender; bytes to each peer outside its node
-        view = layout.views[stage] if layout.is_per_stage else layout
+        view = layout.views[stage].layout if layout.is_per_stage else layout
         if group.kind == "edge":
             tensor = activation_bytes(view, transport, component) * _tensor_share(p, group)
             (_, a, _), (_, b, _) = (p.coordinates(rank) for rank in group.ranks)

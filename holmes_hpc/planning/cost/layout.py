@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache, partial, wraps
 from operator import attrgetter
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,16 @@ from holmes_hpc.planning.schedule.kinds import PER_STAGE, ScheduleKind
 from holmes_hpc.planning.schedule.order import Order
 
 T = TypeVar("T")
+
+
+class StageView(NamedTuple):
+    """A uniform layout of a stage with its own TP/DP and of the stages next to it, and the stage's number there. Only
+    that stage's costs are used. Each replica computes as many micro-batches as the stage's busiest replica."""
+
+    layout: Layout
+    stage: int
+
+
 PLAN_FIELDS = (  # fields that Plan and Layout share
     *("model", "parallel", "recompute", "schedule", "components"),
     *("transport_mode", "edge_dtype", "edge_connections", "bucket_bytes"),
@@ -61,8 +71,8 @@ class Layout:
     """A :class:`Plan` without its layers per stage, and the costs that apply. `memo`: cached results that depend on the
     placement of ranks; all variants of a layout (:meth:`with_settings`) share it. `pool_memo`: cached results that
     depend only on pools; layouts that differ only in components, schedule, recomputation, virtual stages and buckets
-    may share it. With per-stage TP/DP, the costs of each stage come from a uniform layout with the TP and DP of that
-    stage (:attr:`views`)."""
+    may share it. With per-stage TP/DP, the costs of each stage come from its :class:`StageView`, and layouts that
+    differ only in their sizes, micro-batch size and these things may share `pool_memo`."""
 
     model: ModelSpec
     batch: Batch
@@ -158,31 +168,37 @@ class Layout:
 
     @property
     @memoised("recompute")
-    def views(self) -> tuple[Layout, ...]:
-        """For each stage of a layout with per-stage TP/DP, a uniform layout with its TP and DP, of which only that
-        stage's costs are used. Every replica there computes as many micro-batches as the stage's busiest replica."""
+    def views(self) -> tuple[StageView, ...]:
+        """The view of each stage of a layout with per-stage TP/DP."""
         return tuple(self._view(stage) for stage in range(self.parallel.pp))
 
-    def _view(self, stage: int) -> Layout:
-        sizes, p = self.parallel.stages[stage], self.parallel
+    def _view(self, stage: int) -> StageView:
+        sizes, p, batch = self.parallel.stages[stage], self.parallel, self.batch
+        gpus, micro_size = self.replicas[0][stage].gpus_per_node, batch.micro_size
         count = max(len(self.order.micro_batches_of(self.order.row(stage, r))) for r in range(sizes.dp))
-        component = self.replicas[0][stage]
-        micro_size = self.batch.micro_size
         padding = p.vocabulary_parts // sizes.tp  # the vocabulary is padded for the TP of every stage
-        return self.memo.of(
-            *("view", self.recompute, sizes.tp, sizes.cp, sizes.dp, count, component.gpus_per_node),
-            compute=lambda: replace(
+        near = range(max(0, stage - 1), min(p.pp, stage + 2))
+        held = [(c, tuple(s - near[0] for s in c.stages if s in near)) for c in self.components]
+        sequence_parallel, rule = p.sequence_parallel and sizes.tp > 1, self.transport_rule
+
+        def uniform() -> Layout:
+            view = replace(
                 self,
                 model=replace(self.model, vocab_multiple=self.model.vocab_multiple * padding),
-                batch=Batch(micro_size * sizes.dp * count, micro_size, self.batch.sequence_length).split(sizes.cp),
+                batch=Batch(micro_size * sizes.dp * count, micro_size, batch.sequence_length).split(sizes.cp),
                 parallel=Parallel.uniform(
-                    *(sizes.tp, p.pp, sizes.copies), cp=sizes.cp, sequence_parallel=p.sequence_parallel and sizes.tp > 1
+                    *(sizes.tp, len(near), sizes.copies), cp=sizes.cp, sequence_parallel=sequence_parallel
                 ),
-                schedule=Schedule(PER_STAGE.name, (1,) * p.pp),
-                components=tuple(replace(c, gpus_per_node=component.gpus_per_node) for c in self.components),
+                schedule=Schedule(PER_STAGE.name, (1,) * len(near)),
+                components=tuple(replace(c, gpus_per_node=gpus, stages=stages) for c, stages in held if stages),
                 pool_memo=Memo(),
-            ),
-        )
+            )
+            object.__setattr__(view, "transport_rule", rule)  # of the whole job
+            return view
+
+        places = *((c.pool, c.nodes, stages) for c, stages in held if stages), rule.mode == "holmes" or rule.pools
+        key = micro_size, self.recompute, sizes, gpus, count, padding, sequence_parallel, stage - near[0], places
+        return StageView(self.pool_memo.of("view", *key, compute=uniform), stage - near[0])
 
     @property
     def all_layers(self) -> np.ndarray:
@@ -252,6 +268,8 @@ class Layout:
     def edges(self) -> tuple[tuple[Transport, ...], ...]:
         """The transport of the stage transfer from each stage to the next, for each kind of pipeline replica.
         The last stage sends to the first. The transport is local if the transfer never leaves a node."""
+        if self.is_per_stage:
+            return (tuple(view.edges[0][s] for view, s in self.views),)
         transport = cache(lambda source, target, is_local: self.transport_rule.of({source, target}, is_local))
         return tuple(
             tuple(
@@ -315,7 +333,7 @@ class Layout:
         """Return the payload bytes per second of one node, or of one rank if local, for messages or `collective`.
         `peer`: the receiver, if it may be on another pool. `nodes`: as in :meth:`Site.rate_gbps`."""
         return self.pool_memo.of(
-            *("rate", transport.kind, component.pool, collective, peer.pool if peer else "", nodes),
+            *("rate", transport.kind, component.pool, component.gpus_per_node, collective, peer and peer.pool, nodes),
             compute=lambda: self._rate(transport, component, collective, peer, nodes),
         )
 
@@ -339,6 +357,15 @@ class Layout:
         pool = self.pool(component)
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
         return self.costs.link(transport, pool, collective).latency_s + delay_s
+
+    @property
+    def norm_s(self) -> float:
+        """Seconds of all-reducing the gradient norm up and down a tree; 0 if a measured `step_s` includes it."""
+        if self.costs.calibration.step_s:
+            return 0.0
+        steps, shared = 2 * math.ceil(math.log2(max(1, self.parallel.world_size))), self.transport_rule.shared
+        pairs = (*((c, c) for c in self.components), *self.ring_links)
+        return steps * max(self.latency(shared, c, "reduce_scatter", to) for c, to in pairs)
 
     @property
     def ring(self) -> tuple[tuple[Component, Component], ...]:

@@ -23,11 +23,11 @@ from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layer_times import LayerShape
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.cost.timing import parameters, recomputed
 from holmes_hpc.planning.plan.parallel import Parallel
-from holmes_hpc.planning.plan.plan import Component, Schedule
+from holmes_hpc.planning.plan.plan import Component
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import Order
 
@@ -134,17 +134,15 @@ def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
 
 def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
     """Return :func:`memory` of a layout with per-stage TP/DP, as if every transfer window held one transfer."""
-    pp, stages = layout.parallel.pp, np.arange(layout.parallel.pp)
 
-    def of_view(view: Layout, depth: int) -> StageMemory:
-        schedule = Schedule(PER_STAGE.name, (depth,) * pp)
-        return view.memo.of("memory at", depth, compute=lambda: memory(view.with_settings(schedule), view.all_layers))
+    def of_view(view: Layout, index: int, depth: int) -> np.ndarray:
+        """Return the parts of the stage's memory, a row for each, with 1, 2, … or all layers."""
+        at_depth = view.with_settings(schedule_of(PER_STAGE.name, (depth,) * view.parallel.pp))
+        held = view.memo.of("memory at", depth, compute=lambda: memory(at_depth, view.all_layers))
+        return np.stack([getattr(held, f.name)[:, index] for f in fields(StageMemory)])
 
-    tables = [of_view(view, depth) for view, depth in zip(layout.views, layout.schedule.in_flight, strict=True)]
-    rows = layers[:, :, 0] - 1
-    return StageMemory(
-        *(np.stack([getattr(tables[s], f.name)[rows[:, s], s] for s in stages], axis=1) for f in fields(StageMemory))
-    )
+    tables = [of_view(*view, depth) for view, depth in zip(layout.views, layout.schedule.in_flight, strict=True)]
+    return StageMemory(*np.stack(tables, axis=2)[:, layers[:, :, 0] - 1, np.arange(layout.parallel.pp)])
 
 
 def _replica_memory(layout: Layout, replica: int, layers: np.ndarray) -> StageMemory:

@@ -4,7 +4,6 @@ They are the times of stage transfers, and of collectives per parameter and per 
 same placement of ranks share these times. In array shapes, S is the number of stages.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +56,7 @@ def network_times(layout: Layout) -> NetworkTimes:
     return NetworkTimes(
         tuple(_replica_times(layout, replica) for replica in replicas),
         tied=tied_embedding_s(layout),
-        norm=_norm_s(layout),
+        norm=layout.norm_s,
         overhead=max(layout.costs.step_overhead_s(layout.pool(c)) for c in layout.components),
         optimizer=np.max(updates, axis=0),
     )
@@ -251,28 +250,16 @@ def tied_embedding_s(layout: Layout) -> float:
     size = embedding_bytes(layout) / (1 if layout.is_per_stage else p.tp)
     for replica, stages in enumerate(layout.replicas):
         pair = stages[0], stages[-1]
-        for end, component in zip((0, -1), pair, strict=True):
+        for component in pair:
+            wire = layout.embedding_transport(replica)
             if layout.is_per_stage:
-                view, sizes = layout.views[end], (p.stages[0].ranks, p.stages[-1].ranks)
+                sizes = p.stages[0].ranks, p.stages[-1].ranks
                 nodes = sum(ranks // c.gpus_per_node for ranks, c in zip(sizes, pair, strict=True))
-                rings.append(Ring(view, component, view.embedding_transport(), sum(sizes), nodes, 1.0, [pair]))
+                rings.append(Ring(layout, component, wire, sum(sizes), nodes, 1.0, [pair]))
             else:
-                wire = layout.embedding_transport(replica)
                 sharing = 1 if wire.kind == "local" else _ranks_at_edge(layout, component)
                 rings.append(Ring(layout, component, wire, 2, 2, sharing, [pair], _nodes_at_edge(layout, component)))
     return max(float(ring.seconds("reduce_scatter", 2.0, size).sum()) for ring in rings)
-
-
-def _norm_s(layout: Layout) -> float:
-    """Return the seconds of all-reducing the gradient norm up and down a tree; 0 if a measured `step_s` includes it."""
-    if layout.costs.calibration.step_s:
-        return 0.0
-    steps = 2 * math.ceil(math.log2(max(1, layout.parallel.world_size)))
-    shared, pairs = layout.transport_rule.shared, (*((c, c) for c in layout.components), *layout.ring_links)
-    return steps * layout.pool_memo.of(
-        *("norm", shared.kind, *(c.pool for c in layout.components)),
-        compute=lambda: max(layout.latency(shared, c, "reduce_scatter", to) for c, to in pairs),
-    )
 
 
 def by_stage(
@@ -291,7 +278,7 @@ def edge_times(layout: Layout) -> RowDurations:
     """Return the stage transfer times of a layout with per-stage TP/DP, as `RowDurations` without passes.
     A transfer occupies the NIC of its sender's node and of its receiver's node."""
     pp = layout.parallel.pp
-    edge_transports = [layout.views[s].edges[0][s] for s in range(pp - 1)]
+    edge_transports = layout.edges[0][:-1]
     transports = list(dict.fromkeys(edge_transports))
     nodes, first_node = list[int](), 0
     for component in layout.components:
@@ -308,8 +295,8 @@ def _edge_times(layout: Layout, upper: int, forward: bool) -> tuple[float, float
     """Return (seconds that a transfer occupies both nodes, seconds of latency) for the edge below stage `upper`.
     A node has one transfer at a time. Therefore, if one side of a link between fabrics has fewer nodes, the number of
     these nodes is the number of transfers that share the link."""
-    ends = [(layout.views[s], layout.replicas[0][s]) for s in (upper, upper + 1)]
-    transport = ends[0][0].edges[0][upper]
+    ends = [(layout.views[s].layout, layout.replicas[0][s]) for s in (upper, upper + 1)]
+    transport = layout.edges[0][upper]
     nodes = min(_nodes_at_edge(view, end) for view, end in ends)
     busy_s = max(
         activation_bytes(view, transport, end)

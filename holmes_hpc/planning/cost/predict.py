@@ -67,7 +67,7 @@ def stage_speeds(layout: Layout) -> list[float]:
     """Return the speed of each stage: passes of one micro-batch through one layer per second, over all replicas."""
     p, stages = layout.parallel, range(layout.parallel.pp)
     if layout.is_per_stage:
-        layer_s = [compute_times(layout.views[s])[0].layer[:, s].sum() for s in stages]
+        layer_s = [compute_times(view)[0].layer[:, s].sum() for view, s in layout.views]
         return [float(p.stages[s].dp / layer_s[s]) for s in stages]
     pipelines = [layout.pipelines(replica[0]) for replica in layout.replicas]
     replica_speeds = [count / c.layer.sum(axis=0) for count, c in zip(pipelines, compute_times(layout), strict=True)]

@@ -27,7 +27,8 @@ def parameters(layout: Layout, layers: np.ndarray) -> np.ndarray:
     """Return the number of parameters on one rank of each stage and chunk, shaped like `layers`.
     If a tied head is not on the embedding's stage, it has a copy of the embedding's matrix."""
     if layout.is_per_stage:
-        return np.stack([parameters(view, layers)[:, s] for s, view in enumerate(layout.views)], axis=1)
+        parts = (layers[:, max(0, s - 1) : s + 2] for s in range(layout.parallel.pp))
+        return np.stack([parameters(v.layout, n)[:, v.stage] for v, n in zip(layout.views, parts, strict=True)], axis=1)
     model, tp = layout.model, layout.parallel.tp
     layer_size = layer_parameters(model, tp, layout.parallel.expert_ranks)
     count = layers.astype(np.float64) * layer_size
@@ -105,8 +106,7 @@ def timing(layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None =
 
 def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     """Return :func:`timing` of a layout with per-stage TP/DP. The times of each stage come from its own view."""
-    p, network = layout.parallel, network_times(layout.views[0])
-    rows, stages = layers[:, :, 0] - 1, np.arange(p.pp)
+    p, rows, stages = layout.parallel, layers[:, :, 0] - 1, np.arange(layout.parallel.pp)
     parts = {name: table[rows, stages] for name, table in _stage_tables(layout).items()}
     gather, shares = parts.pop("gather"), parts.pop("parameters") / np.array([stage.copies for stage in p.stages])
     updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
@@ -114,10 +114,10 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
         (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in parts.items()}),),
         ((False,) * p.pp,),
         tied=tied_embedding_s(layout),
-        norm=network.norm,
+        norm=layout.norm_s,
         optimizer=(shares * updates).max(axis=1),
         gather=gather,
-        overhead=network.overhead,
+        overhead=max(layout.costs.step_overhead_s(layout.pool(c)) for c in layout.components),
     )
 
 
@@ -126,17 +126,17 @@ def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
     """Return tables of all durations, of `gather` and of `parameters`, (layers, S) each.
     Row n - 1 has the values of each stage in its own view (:attr:`Layout.views`) if the stage has n layers."""
 
-    def of_view(view: Layout) -> dict[str, np.ndarray]:
+    def of_view(view: Layout, index: int) -> dict[str, np.ndarray]:
         times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)
-        durations = {f.name: getattr(times.replicas[0], f.name) for f in fields(Durations)}
-        return {**durations, "gather": times.gather, "parameters": parameters(view, view.all_layers)}
+        durations = {f.name: getattr(times.replicas[0], f.name)[:, index] for f in fields(Durations)}
+        return {
+            **durations,
+            "gather": times.gather[:, index],
+            "parameters": parameters(view, view.all_layers)[:, index],
+        }
 
-    tables = [view.memo.of("tables", layout.bucket_bytes, compute=partial(of_view, view)) for view in layout.views]
-    shape = layout.model.layers, layout.parallel.pp
-    return {
-        name: np.stack([table[name].reshape(shape)[:, s] for s, table in enumerate(tables)], axis=1)
-        for name in tables[0]
-    }
+    tables = [v.layout.memo.of("tables", layout.bucket_bytes, compute=partial(of_view, *v)) for v in layout.views]
+    return {name: np.stack([table[name].ravel() for table in tables], axis=1) for name in tables[0]}
 
 
 def row_durations(layout: Layout, times: Timing, split: int) -> simulation.RowDurations:
@@ -161,9 +161,8 @@ def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
 
 
 def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE) -> np.ndarray:
-    """Return the seconds of a step for layer splits of shape (plans, S, C).
-    A step lasts as long as its slowest pipeline plus the work after it. `passes`: number of passes to simulate before
-    the extrapolation."""
+    """Return the seconds of a step for layer splits of shape (plans, S, C). A step lasts as long as its slowest
+    pipeline plus the work after it. `passes`: number of passes to simulate before the extrapolation."""
     times = timing(layout, layers)
     if layout.is_per_stage:
         return _ends_per_stage(layout, times) + times.after_reduction_s()

@@ -60,7 +60,7 @@ class StageParallel:
         return self.dp * self.cp
 
 
-_stage = lru_cache(maxsize=1024)(StageParallel)  # a search asks for the same values again and again
+stage_parallel = lru_cache(maxsize=1024)(StageParallel)  # a search asks for the same values again and again
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     @classmethod
     def uniform(cls, tp: int = 1, pp: int = 1, dp: int = 1, **settings: Any) -> Parallel:
         """Return the layout in which all `pp` stages have the same `tp` and `dp`."""
-        return cls((_stage(tp, dp),) * pp, **settings)
+        return cls((stage_parallel(tp, dp),) * pp, **settings)
 
     def _mistakes(self) -> Iterator[Case]:
         yield not self.stages, "no stages", "give at least one stage"

@@ -108,9 +108,8 @@ def _pass_ends(order: Order, forward_only: bool) -> list[dict[Pass, int]]:
 
 
 def gloo_launches(order: Order, forward_only: bool = False) -> Launches:
-    """Return the launches of each row for exchanges over gloo in the background.
-    At the start, each row posts a window of receives per edge and direction. Whenever a pass takes a received tensor,
-    the next receive is posted."""
+    """Return the launches of each row for exchanges over gloo in the background. At the start, each row posts a window
+    of receives per edge and direction. Whenever a pass takes a received tensor, the next receive is posted."""
     rows: Launches = []
     for row in range(order.rows):
         row_passes = passes(order, row, forward_only)

@@ -6,7 +6,7 @@ rows are numbered stage by stage.
 """
 
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -207,9 +207,8 @@ class Order:
         return StageTransfer(row, (stage + step) % self.stages, source_pass)
 
     def window(self, transfer: StageTransfer) -> int:
-        """Return the window of background exchanges on the edge of `transfer`, for each direction.
-        This many receives are posted, and at most this many sends are in progress. The two rows are never further
-        apart."""
+        """Return the window of background exchanges on the edge of `transfer`, for each direction. This many receives
+        are posted, and at most this many sends are in progress. The two rows are never further apart."""
         if self.routes:
             return self._windows[transfer.source, transfer.target]
         return self.window_below(transfer.source if transfer.source_pass.forward else transfer.target)
@@ -223,18 +222,10 @@ class Order:
     @cached_property
     def _windows(self) -> dict[tuple[int, int], int]:
         windows = dict[tuple[int, int], int]()
-        positions = [{m: i for i, m in enumerate(micro_batches)} for micro_batches in self._micro_batches_of_rows]
-        for (first_up, route), (first_down, route_below) in pairwise(zip(self._first_rows, self.routes, strict=False)):
-            shared: dict[tuple[int, int], list[int]] = {}
-            for m, (a, b) in enumerate(zip(route, route_below, strict=True)):
-                shared.setdefault((first_up + a, first_down + b), []).append(m)
-            for (up, down), micro_batches in shared.items():
-                windows[up, down] = windows[down, up] = _distance(
-                    [positions[up][m] for m in micro_batches],
-                    [positions[down][m] for m in micro_batches],
-                    self.depths[up],
-                    self.depths[down],
-                )
+        for s, routes in enumerate(pairwise(self.routes)):
+            for (above, below), window in _edge_windows(*routes, self.in_flight[s], self.in_flight[s + 1]).items():
+                up, down = self.row(s, above), self.row(s + 1, below)
+                windows[up, down] = windows[down, up] = window
         return windows
 
     def buffers(self, stage: int) -> int:
@@ -272,6 +263,20 @@ def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> t
     for stage in reversed(range(len(replicas) - 1)):
         depths.insert(0, 1 + -(-(depths[0] * replicas[stage + 1]) // replicas[stage]) + (extra[stage] if extra else 0))
     return tuple(depths)
+
+
+@lru_cache(maxsize=4096)
+def _edge_windows(
+    above: tuple[int, ...], below: tuple[int, ...], depth_above: int, depth_below: int
+) -> dict[tuple[int, int], int]:
+    """Return :meth:`Order.window` of each pair of replicas that exchange over an edge. `above`, `below`: the replica of
+    each micro-batch, and `depth_above`, `depth_below`: the most passes that a replica holds, on each side."""
+    counts, positions = (Counter[int](), Counter[int]()), dict[tuple[int, int], tuple[list[int], list[int]]]()
+    for pair in zip(above, below, strict=True):
+        for count, replica, list_of_pair in zip(counts, pair, positions.setdefault(pair, ([], [])), strict=True):
+            list_of_pair.append(count[replica])
+            count[replica] += 1
+    return {pair: _distance(*lists, depth_above, depth_below) for pair, lists in positions.items()}
 
 
 def _distance(above: list[int], below: list[int], depth_above: int, depth_below: int) -> int:

@@ -206,10 +206,13 @@ def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None 
     send_free, receive_free = ([0.0] * ((max(d.node) + 1) * networks) for _ in range(2))  # times, by NIC
     # Arrival times of the input of each pass: the first stage forward and the last stage backward need none.
     arrival = [[never if s else 0.0, never if s < stages - 1 else 0.0] * order.micro_batches for s in range(stages)]
-    row_of = [[order.row(s, replica) for replica in route] for s, route in enumerate(order.routes)]
+    first_rows = [order.row(s, 0) for s in range(stages)]
+    row_of = [[first + replica for replica in route] for first, route in zip(first_rows, order.routes, strict=True)]
     sequences = [_pass_numbers(order, row) for row in range(order.rows)]
     first_passes, last_passes = [row[0] for row in sequences], [row[-1] for row in sequences]
-    position, now, is_round_robin = [0] * order.rows, [0.0] * order.rows, order.is_round_robin
+    remaining, now, is_round_robin = [iter(row) for row in sequences], [0.0] * order.rows, order.is_round_robin
+    next_number = [next(row) for row in remaining]
+    forward, backward, down, up = d.forward, d.backward, d.down, d.up
     first_inputs: list[dict[int, float]] = [{} for _ in range(stages)]  # arrival at each row's first pass, by stage
     queue: list[tuple[float, int]] = []  # (start of the row's next pass, row)
 
@@ -228,32 +231,34 @@ def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None 
         start_row(row, 0.0)
     while queue:  # the earliest row first, so that rows take turns on a shared NIC
         start, row = heappop(queue)
-        s, sequence = stage_of[row], sequences[row]
-        number = sequence[position[row]]
-        position[row] += 1
+        s, number = stage_of[row], next_number[row]
+        next_number[row] = following = next(remaining[row], -1)
         is_backward, micro_batch = number & 1, number >> 1
-        end = now[row] = start + (d.backward[s] if is_backward else d.forward[s])
+        end = now[row] = start + (backward[s] if is_backward else forward[s])
         target_stage, sent = s - 1 if is_backward else s + 1, None
         if 0 <= target_stage < stages:
             target, edge = row_of[target_stage][micro_batch], target_stage if is_backward else s
-            busy, delay = d.up[edge] if is_backward else d.down[edge]
+            busy, delay = up[edge] if is_backward else down[edge]
             if number == last_passes[row]:
                 busy += d.last[s]
             out_nic, in_nic = nics[edge][row], nics[edge][target]
-            sending = max(end, send_free[out_nic], receive_free[in_nic])
+            free = send_free[out_nic]
+            if receive_free[in_nic] > free:
+                free = receive_free[in_nic]
+            sending = free if free > end else end
             arrived = arrival[target_stage][number] = sending + busy + delay
             send_free[out_nic] = sending + busy + delay / rows_sharing[row]
             receive_free[in_nic] = sending + busy + delay / rows_sharing[target]
             sent = sending, arrived
             if number == first_passes[target]:
                 start_row(target, arrived)
-            elif position[target] < len(sequences[target]) and sequences[target][position[target]] == number:
-                heappush(queue, (max(now[target], arrived), target))
+            elif next_number[target] == number:
+                heappush(queue, (arrived if arrived > now[target] else now[target], target))
         if passes is not None:
             passes.append(TimedPass(row, not is_backward, micro_batch, start, end, sent))
-        if position[row] < len(sequence) and (arrived := arrival[s][sequence[position[row]]]) != never:
-            heappush(queue, (max(end, arrived), row))
-    return [end if position[row] == len(sequences[row]) else never for row, end in enumerate(now)]
+        if following >= 0 and (arrived := arrival[s][following]) != never:
+            heappush(queue, (arrived if arrived > end else end, row))
+    return [end if number < 0 else never for number, end in zip(next_number, now, strict=True)]
 
 
 def _pass_numbers(order: Order, row: int) -> list[int]:

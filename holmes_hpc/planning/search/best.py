@@ -21,7 +21,7 @@ from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
-from holmes_hpc.planning.search.per_stage import QUICK, THOROUGH, conflicting_option, variants
+from holmes_hpc.planning.search.per_stage import conflicting_option, variants
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
     LONG_SEQUENCE,
@@ -116,12 +116,11 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
     options = problem.options
     if options.unequal == "false" or conflicting_option(options, problem.costs):
         return None
-    effort, max_s = THOROUGH, uniform[0].seconds * (1 - MIN_PER_STAGE_GAIN) if uniform else inf
+    max_s = uniform[0].seconds * (1 - MIN_PER_STAGE_GAIN) if uniform else inf
     if uniform and options.unequal == "auto":  # keep the micro-batch size of the best uniform layout
-        effort = QUICK
         options = replace(options, search_micro_size=False)
         problem = problem._replace(batch=uniform[0].layout.batch, options=options)
-    for variant in variants(problem, clock, max_s, effort):
+    for variant in variants(problem, clock, max_s):
         if variant.seconds >= max_s:
             return None
         try:

@@ -273,13 +273,16 @@ def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     return shares * (forward + backward) + ready + tail, forward + backward + ready
 
 
-def balanced_layers(layout: Layout) -> np.ndarray:
-    """Return the layers that minimize the busy time of the busiest stage.
-    Each layer in turn goes to the stage with the shortest busy time after the addition."""
-    busy_s, counts = busy_seconds(layout)[0], [1] * layout.parallel.pp
+def balanced_layers(layout: Layout, max_gib: float | None) -> np.ndarray | None:
+    """Return the layers that fit in memory and minimize the busy time of the busiest stage; None if none fit. Each
+    layer in turn goes to the stage with the shortest busy time after the addition."""
+    most, counts = _max_layers(layout, max_gib), [1] * layout.parallel.pp
+    if most.min() < 1 or most.sum() < layout.model.layers:
+        return None
+    busy_s = busy_seconds(layout)[0]
     for _ in range(layout.model.layers - len(counts)):
-        least_busy = min(range(len(counts)), key=lambda s: busy_s[counts[s], s])  # with one layer more
-        counts[least_busy] += 1
+        free = [s for s, count in enumerate(counts) if count < most[s]]
+        counts[min(free, key=lambda s: busy_s[counts[s], s])] += 1  # with one layer more
     return chunk_layers(counts, 1)
 
 

@@ -6,6 +6,7 @@ then change one at a time, as long as the simulated step gets shorter.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import groupby, permutations
 from math import ceil
 from typing import Any
@@ -15,12 +16,13 @@ import numpy as np
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.nodes import grouped
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.layout import Layout, schedule_of
 from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import timing
-from holmes_hpc.planning.plan.parallel import Parallel, StageParallel
-from holmes_hpc.planning.plan.plan import Component, Schedule
+from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, stage_parallel
+from holmes_hpc.planning.plan.plan import Component
 from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search.candidate import BUCKETS
@@ -40,10 +42,14 @@ from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 MAX_SHAPES = 400  # the most shapes whose memory is checked
 MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
 MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 3, 1.3  # sets of fabrics, up to this many times as slow as the best
-MANY_GPUS = 512  # larger sites are searched only once, because a search takes long
+MANY_GPUS = 256  # larger sites are searched only once, because a search takes long
 MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
 NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
+BUILT = 4  # ratio of the time to simulate a shape to that of building its layout
+MIN_STEP = 0.005  # a neighbour faster by this share is expanded before the other neighbours are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined
+# The most passes to simulate: of shapes with short estimates, of neighbours of the best, to refine all variants, or one
+SHAPES, NEIGHBOURS, REFINEMENT, PER_VARIANT = 300_000, 600_000, 600_000, 75_000
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -72,24 +78,6 @@ def conflicting_option(
     return None if costs.software.sharding in ("none", "optimizer") else f"sharding {costs.software.sharding}"
 
 
-@dataclass(frozen=True)
-class Effort:
-    """The most passes to simulate in each part of the search.
-
-    `shapes`: for the shapes with the shortest estimates. `neighbours`: for neighbours of the best shapes. `refinement`:
-    to refine all variants. `per_variant`: to refine one variant.
-    """
-
-    shapes: int
-    neighbours: int
-    refinement: int
-    per_variant: int
-
-
-QUICK = Effort(150_000, neighbours=300_000, refinement=300_000, per_variant=75_000)
-THOROUGH = Effort(500_000, neighbours=1_200_000, refinement=1_000_000, per_variant=83_333)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Variant(Solution):
     """A solution with one shape."""
@@ -97,117 +85,152 @@ class Variant(Solution):
     shape: Shape
 
     @property
-    def passes(self) -> int:
-        """The number of passes in one simulated step."""
-        return 2 * self.layout.parallel.pp * self.layout.order.micro_batches
+    def key(self) -> tuple[object, ...]:
+        """The values that make the difference between variants of one search."""
+        x = self.layout
+        return x.components, x.parallel, x.recompute, x.batch, x.schedule, x.bucket_bytes, self.layers.tobytes()
+
+    @cached_property
+    def least_s(self) -> float:
+        """A lower bound of the step time. Each replica computes its micro-batches one after the other, and waits until
+        the gradients of one are back before it holds more than `in_flight` of them."""
+        layout, order, times = self.layout, self.layout.order, timing(self.layout, self.layers)
+        forward, backward, ready, tail = (
+            getattr(times.replicas[0], name)[0, :, 0] for name in ("forward", "backward", "ready", "tail")
+        )
+        counts = np.array([-(-order.micro_batches // stage.dp) for stage in layout.parallel.stages])
+        trips_s = forward + backward + [*round_trips_s(layout), 0.0]
+        waits = -(-counts // np.minimum(counts, order.in_flight))
+        work_s = np.maximum(counts * (forward + backward), waits * trips_s[::-1].cumsum()[::-1])
+        return float((trips_s.cumsum() - trips_s + work_s + ready + tail).max() + times.after_reduction_s()[0])
 
 
-def variants(problem: Problem, clock: Clock, max_s: float, effort: Effort = THOROUGH) -> list[Variant]:
+def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
     If good ones use only some fabrics of a site of up to MANY_GPUS, these are searched again: the number of passes to
     simulate is limited, so a search on fewer fabrics tries more shapes. The list is empty if no shape that fits in
     memory promises a step below `max_s` seconds."""
-    found, site = _search(problem, clock, max_s, effort), problem.site
-    near = (v.layout for v in found if v.seconds < SEARCHED_AGAIN * found[0].seconds)
+    memo = Memo()
+    found, site = _search(problem, clock, max_s, memo), problem.site
+    limit_s = SEARCHED_AGAIN * min((v.seconds for v in found), default=max_s)
+    near = (v.layout for v in sorted(found, key=lambda v: v.seconds) if v.seconds < limit_s)
     fabrics = dict.fromkeys(frozenset(layout.pool(c).fabric_name for c in layout.components) for layout in near)
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
     for used in [*fabrics][:MAX_SEARCHED_AGAIN] if not (problem.options.nodes or is_large) else ():
         pools = [pool for pool in site.pools if pool.fabric_name in used]
         if len(pools) < len(site.pools) and not clock.is_over():
             on_used = problem._replace(site=site.restricted_to(pools))
-            found += _search(on_used, clock, min(max_s, min(v.seconds for v in found)), effort)
-    return sorted(found, key=lambda variant: variant.seconds)
+            found += _search(on_used, clock, min(max_s, min(v.seconds for v in found)), memo)
+    found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
+    return _refine_all(found, problem.options, clock)
 
 
-def _search(problem: Problem, clock: Clock, max_s: float, effort: Effort) -> list[Variant]:
-    """Return the variants of one search."""
+def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo) -> list[Variant]:
+    """Return the variants of one search. `memo`: the results that all searches share."""
     options, available = problem.options, available_pools(problem.site, problem.options)
     simulated, tried, passes = list[Variant](), set[Shape](), 0
 
-    def simulate(shape: Shape) -> bool:
-        """Simulate the shape if it fits in memory; return whether it does."""
+    def built(shape: Shape) -> Variant | None:
+        """Return the balanced variant of the shape."""
         nonlocal passes
-        tried.add(shape)
-        balanced = _balanced_variant(problem, available, shape)
-        front_loaded = balanced and _front_loaded_variant(balanced, options)
-        of_shape = [timed(v) for v in (balanced, front_loaded) if v is not None]
-        passes += sum(v.passes for v in of_shape)
-        simulated.extend(of_shape)
-        clock.report(f"planning: layouts with per-stage TP/DP, {len(simulated)} simulated so far")
-        return bool(of_shape)
+        key = "built", shape.micro_size, shape.recompute, *((available[f].pool, *sizes) for f, *sizes in shape.stages)
+        passes += 0 if key in memo else shape.passes // BUILT
+        variant = memo.of(*key, compute=lambda: _balanced_variant(problem, available, shape, memo))
+        return variant and replace(variant, shape=shape)
 
-    def is_over(max_passes: int) -> bool:
+    def simulate(balanced: Variant) -> None:
+        """Simulate the balanced and the front-loaded variant, if they may be faster than all others."""
+        nonlocal passes
+        tried.add(balanced.shape)
+        for variant in (balanced, _front_loaded_variant(balanced, options)):
+            if variant and variant.least_s < least_s():
+                passes += 0 if variant.key in memo else variant.shape.passes
+                simulated.append(replace(memo.of(*variant.key, compute=partial(timed, variant)), shape=balanced.shape))
+        clock.report(f"planning: layouts with per-stage TP/DP, {len(simulated)} simulated so far")
+
+    def least_s() -> float:
+        return min((v.seconds for v in simulated), default=max_s)
+
+    def is_over(max_passes: float) -> bool:
         return passes > max_passes or bool(simulated and clock.is_over())
 
     def may_win(shape: Shape) -> bool:
-        is_fast = shape.estimate <= MAX_OVERESTIMATE * min((v.seconds for v in simulated), default=max_s)
-        return is_fast and shape not in tried and not (is_over(effort.shapes) and len(tried) >= MIN_SHAPES)
+        return shape.estimate <= MAX_OVERESTIMATE * least_s() and shape not in tried
 
     shapes = best_shapes(problem, MAX_OVERESTIMATE * max_s)
     for _, same_pools in grouped((pools_of(shape.stages), shape) for shape in shapes):
-        next(filter(simulate, filter(may_win, same_pools[:MAX_UNFIT])), None)  # the first that fits
+        if fitting := next(filter(None, map(built, filter(may_win, same_pools[:MAX_UNFIT]))), None):
+            simulate(fitting)
+    promising = list[Variant]()
     for shape in filter(may_win, shapes[:MAX_SHAPES]):
-        simulate(shape)
-    max_passes, expanded = passes + effort.neighbours, set[Shape]()
+        if is_over(SHAPES / 2) and len(promising) >= MIN_SHAPES:
+            break
+        promising += filter(None, [built(shape)])
+    for balanced in sorted(promising, key=lambda v: v.least_s * v.shape.estimate):
+        if is_over(SHAPES) and len(tried) >= MIN_SHAPES:
+            break
+        simulate(balanced)
+    max_passes, expanded = passes + NEIGHBOURS, set[Shape]()
     while unexpanded := [v for v in simulated if v.shape not in expanded]:
-        best, least_s = min(unexpanded, key=lambda v: v.seconds), min(v.seconds for v in simulated)
-        if is_over(max_passes) or best.seconds > NEAR * least_s:
+        best = min(unexpanded, key=lambda v: v.seconds)
+        if is_over(max_passes) or best.seconds > NEAR * least_s():
             break
         expanded.add(best.shape)
-        if best.seconds <= least_s:  # estimates do not tell whether a pool is worth its transfers
-            for shape in best.shape.on_other_pools():
-                if shape not in tried and not is_over(max_passes):
-                    simulate(shape)
-        for shape in best.shape.neighbours():
-            expected_s = shape.estimate * best.seconds / best.shape.estimate
-            if shape not in tried and expected_s < NEAR * least_s and not is_over(max_passes):
-                simulate(shape)
-    return _refine_all(sorted(simulated, key=lambda v: v.seconds), options, clock, effort)
+        others = best.shape.on_other_pools() if best.seconds <= least_s() else []  # estimates ignore costs of pools
+        scale = best.seconds / best.shape.estimate
+        near = [shape for shape in best.shape.neighbours() if shape.estimate * scale < NEAR * least_s()]
+        for shape in [*others, *near]:
+            if shape not in tried and not is_over(max_passes) and (neighbour := built(shape)):
+                simulate(neighbour)
+                if least_s() < (1 - MIN_STEP) * best.seconds:  # expand the faster one first
+                    expanded.discard(best.shape)
+                    break
+    return simulated
 
 
-def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, effort: Effort) -> list[Variant]:
+def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock) -> list[Variant]:
     """Return the candidates and refined versions of the candidates near the best, the shortest step first.
 
     The best candidate on each set of pools is refined before all other candidates."""
-    refined, passes_left = list[Variant](), effort.refinement
-    first_on_pools = {pools_of(v.shape.stages): v for v in reversed(candidates)}
-    for candidate in sorted(candidates, key=lambda v: first_on_pools[pools_of(v.shape.stages)] is not v):
+    refined, passes_left = list[Variant](), REFINEMENT
+    first_on_pools = {v.layout.transport_rule.pools: v for v in reversed(candidates)}
+    for candidate in sorted(candidates, key=lambda v: first_on_pools[v.layout.transport_rule.pools] is not v):
         if passes_left <= 0 or clock.is_over():
             break
         if refined and candidate.seconds > FAR * refined[0].seconds:
             continue
-        variant, passes = _refine(candidate, options, effort.per_variant)
+        variant, passes = _refine(candidate, options, PER_VARIANT)
         passes_left -= passes
         refined = sorted([*refined, variant], key=lambda v: v.seconds)
     if refined and not clock.is_over():
-        refined[0] = _refine(refined[0], options, effort.refinement // 2)[0]
+        refined[0] = _refine(refined[0], options, REFINEMENT // 2)[0]
     return sorted([*refined, *candidates], key=lambda v: v.seconds)
 
 
-def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape) -> Variant | None:
+def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape, memo: Memo) -> Variant | None:
     """Return a variant with balanced layers and, if memory allows, the passes in flight that hide the transfers.
-
     Return None if the shape has no valid layout, or does not fit in memory even with the fewest passes in flight.
-    """
+    `memo`: results that all variants share."""
     components, sizes, max_gib = list[Component](), list[StageParallel](), problem.options.max_memory_gib
     for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):
         pool, stages = available[index], list(stages_on_pool)
         gpus, all_nodes = pool.gpus_per_node, sum(nodes for _, nodes, _ in stages)
         components.append(component(Block(pool.pool, all_nodes, gpus, len(stages)), first_stage=len(sizes)))
-        sizes += [StageParallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
+        sizes += [stage_parallel(tp, nodes * gpus // tp) for _, nodes, tp in stages]
     try:
         layout = problem.layout(
             Parallel(tuple(sizes), sequence_parallel=any(s.tp > 1 for s in sizes)),
             batch=replace(problem.batch, micro_size=shape.micro_size),
             recompute=shape.recompute,
-            schedule=Schedule(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
+            schedule=schedule_of(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
             components=tuple(components),
+            pool_memo=memo,
         )
-        layers = balanced_layers(layout)
+        layers = balanced_layers(layout, max_gib)
     except PlanError:
         return None
-    if not fits(layout, layers, max_gib)[0]:
+    if layers is None or not fits(layout, layers, max_gib)[0]:
         return None
     deeper = _deepen(layout, layers, 0)
     return Variant(deeper if fits(deeper, layers, max_gib)[0] else layout, layers, shape=shape)
@@ -219,7 +242,7 @@ def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
     extras = tuple(hiding + extra * (s < pp - 1) for s, hiding in enumerate(_hiding_depths(layout, layers)))
     micro_batches = [len(order.micro_batches_of(order.row(s, 0))) for s in range(pp)]
     in_flight = tuple(map(min, least_in_flight(dps, extras), micro_batches))
-    return layout.with_settings(Schedule(PER_STAGE.name, in_flight))
+    return layout.with_settings(schedule_of(PER_STAGE.name, in_flight))
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
@@ -248,7 +271,7 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
     Bucket size, passes in flight and layers change one at a time, as long as a change makes the step shorter. `passes`:
     the most passes to simulate.
     """
-    best, simulations_left = first, passes // first.passes
+    best, simulations_left = first, passes // first.shape.passes
 
     def apply_first(changes: Iterator[dict[str, Any]], min_gain: float) -> bool:
         """Apply the first change that makes the step shorter by the share `min_gain`; return whether there is one."""
@@ -268,7 +291,7 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
         or apply_first(_layer_moves(best, options), 1e-5)
     ):
         pass
-    return best, (passes // first.passes - simulations_left) * best.passes
+    return best, (passes // first.shape.passes - simulations_left) * best.shape.passes
 
 
 def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:

@@ -51,7 +51,7 @@ MAX_SHAPES = 24  # shapes of one micro-batch size, recomputation and choice of T
 MAX_LISTED = 3000  # if at most this many lists of stages exist (in every order), all are estimated
 FORWARD = 1 / 3  # the share of the forward pass in a layer's seconds
 NIC_WAIT = 1.3  # ratio of a busy NIC's time to that of its bytes, because it also waits for other nodes
-MAX_RATIO, BISECTION_STEPS = 64, 14  # ratio of the longest estimate to the least tau; steps of the bisection
+MAX_RATIO, BISECTION_STEPS = 64, 10  # ratio of the longest estimate to the least tau; steps of the bisection
 
 TpChoice = Mapping[int, tuple[int, ...]]  # pool -> the TPs that its stages may have
 
@@ -67,6 +67,11 @@ class Shape:
     stages: Stages
     estimate: float
     estimator: "_ShapeEstimator" = field(repr=False, compare=False)
+
+    @property
+    def passes(self) -> int:
+        """The number of passes in a step."""
+        return 2 * len(self.stages) * self.estimator.micro_batches
 
     def neighbours(self) -> "list[Shape]":
         """Return the shapes with one change on a pool (see stage_lists), the shortest estimate first."""

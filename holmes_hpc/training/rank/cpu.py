@@ -131,9 +131,8 @@ def install() -> None:
 
 
 def thread_count(environ: Mapping[str, str], node_ranks: int, cores: int) -> int:
-    """Return the number of compute threads of one rank.
-    OMP_NUM_THREADS takes precedence over Slurm's CPUs per task. Without both, the `node_ranks` ranks of the node share
-    its `cores` equally."""
+    """Return the number of compute threads of one rank. OMP_NUM_THREADS takes precedence over Slurm's CPUs per task.
+    Without both, the `node_ranks` ranks of the node share its `cores` equally."""
     values = (environ.get(name, "") for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK"))
     configured = next((int(value) for value in values if value.isdecimal() and int(value) > 0), None)
     return configured or max(1, cores // max(1, node_ranks))

@@ -15,7 +15,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan_text import explain
-from holmes_hpc.planning.search import best, per_stage
+from holmes_hpc.planning.search import per_stage
 from holmes_hpc.planning.search.best import best_plan
 
 SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
@@ -86,7 +86,8 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
         return search(problem, *arguments)
 
     monkeypatch.setattr(per_stage, "_search", noted)
-    monkeypatch.setattr(best, "QUICK", per_stage.Effort(2_000, neighbours=0, refinement=0, per_variant=0))
+    for name, passes in {"SHAPES": 2_000, "NEIGHBOURS": 0, "REFINEMENT": 0, "PER_VARIANT": 0}.items():
+        monkeypatch.setattr(per_stage, name, passes)
     far = replace(UNEVEN.pools[0], name="far", nodes=1, ethernet_gbps=0.1)
     site = replace(UNEVEN, pools=(*UNEVEN.pools, far))
     best_plan(SMALL, Batch(60, 1, 1024), site, PlanOptions(), Costs())
