@@ -49,7 +49,7 @@ BUILT = 4  # ratio of the time to simulate a shape to that of building its layou
 MIN_STEP = 0.005  # a neighbour faster by this share is expanded before the other neighbours are tried
 FAR = 1.12  # variants up to this many times as slow as the best are refined
 # The most passes to simulate: of shapes with short estimates, of neighbours of the best, to refine all variants, or one
-SHAPES, NEIGHBOURS, REFINEMENT, PER_VARIANT = 300_000, 600_000, 600_000, 75_000
+SHAPES, NEIGHBOURS, REFINEMENT, PER_VARIANT = 300_000, 600_000, 1_200_000, 75_000
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -204,7 +204,7 @@ def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock) -
         passes_left -= passes
         refined = sorted([*refined, variant], key=lambda v: v.seconds)
     if refined and not clock.is_over():
-        refined[0] = _refine(refined[0], options, REFINEMENT // 2)[0]
+        refined[0] = _refine(refined[0], options, 2 * PER_VARIANT)[0]
     return sorted([*refined, *candidates], key=lambda v: v.seconds)
 
 

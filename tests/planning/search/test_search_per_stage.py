@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import planner_per_stage
 import planner_regret
 import pytest
@@ -13,10 +14,13 @@ from holmes_hpc.config.model import Batch, ModelSpec
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search import per_stage
 from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.problem import Problem, available_pools, timed
+from holmes_hpc.planning.search.stage_shapes import best_shapes
 
 SMALL = ModelSpec("small", layers=6, hidden=1024, heads=8, vocab=32000, ffn=4096, kv_heads=8, max_positions=1024)
 UNEVEN = Site(
@@ -93,6 +97,23 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
     best_plan(SMALL, Batch(60, 1, 1024), site, PlanOptions(), Costs())
     best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
     assert searched == [["ib-a", "roce-a", "far"], ["ib-a", "roce-a"], ["roce-a"], ["ib-a", "roce-a"], ["roce-a"]]
+
+
+def test_shapes_that_need_full_recomputation_are_found() -> None:
+    """Without it these shapes hold so few passes in flight that they wait; estimates do not know this."""
+    plan = best_plan(*planner_regret.draw_problem(45), PlanOptions(), Costs())
+    assert plan.predicted is not None and plan.predicted.step_time_s < 31
+
+
+def test_shared_stage_costs_and_bounds_change_no_step_time() -> None:
+    model, batch, site = planner_regret.draw_problem(36)
+    problem = Problem(model, replace(batch, micro_size=1), site, PlanOptions(search_micro_size=False), Costs())
+    available, memo = available_pools(site, problem.options), Memo()
+    for shape in best_shapes(problem)[:40:5]:
+        alone, shared = (per_stage._balanced_variant(problem, available, shape, m) for m in (Memo(), memo))
+        assert alone and shared and np.array_equal(alone.layers, shared.layers)
+        seconds = timed(shared).seconds
+        assert timed(alone).seconds == seconds and shared.least_s <= seconds
 
 
 def test_named_nodes_are_all_used_even_if_fewer_are_faster() -> None:
