@@ -10,7 +10,7 @@ weights, fp32 master weights. The distributed optimizer shards this state over a
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from math import ceil, inf
 from typing import NamedTuple
@@ -137,11 +137,11 @@ def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
 
     def of_view(view: Layout, index: int, depth: int) -> np.ndarray:
         """Return the parts of the stage's memory, a row for each, with 1, 2, … or all layers."""
-        at_depth = view.with_settings(schedule_of(PER_STAGE.name, (depth,) * view.parallel.pp))
-        held = view.memo.of("memory at", depth, compute=lambda: memory(at_depth, view.all_layers))
+        held = memory(view.with_settings(schedule_of(PER_STAGE.name, (depth,) * view.parallel.pp)), view.all_layers)
         return np.stack([getattr(held, f.name)[:, index] for f in fields(StageMemory)])
 
-    tables = [of_view(*view, depth) for view, depth in zip(layout.views, layout.schedule.in_flight, strict=True)]
+    views = zip(layout.views, layout.schedule.in_flight, strict=True)
+    tables = [v.layout.memo.of("memory at", depth, compute=partial(of_view, *v, depth)) for v, depth in views]
     return StageMemory(*np.stack(tables, axis=2)[:, layers[:, :, 0] - 1, np.arange(layout.parallel.pp)])
 
 

@@ -128,12 +128,9 @@ def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
 
     def of_view(view: Layout, index: int) -> dict[str, np.ndarray]:
         times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)
-        durations = {f.name: getattr(times.replicas[0], f.name)[:, index] for f in fields(Durations)}
-        return {
-            **durations,
-            "gather": times.gather[:, index],
-            "parameters": parameters(view, view.all_layers)[:, index],
-        }
+        of_stages = {f.name: getattr(times.replicas[0], f.name) for f in fields(Durations)}
+        of_stages |= {"gather": times.gather, "parameters": parameters(view, view.all_layers)}
+        return {name: table[:, index] for name, table in of_stages.items()}
 
     tables = [v.layout.memo.of("tables", layout.bucket_bytes, compute=partial(of_view, *v)) for v in layout.views]
     return {name: np.stack([table[name].ravel() for table in tables], axis=1) for name in tables[0]}

@@ -178,8 +178,8 @@ def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo) -> list[Va
             break
         expanded.add(best.shape)
         others = best.shape.on_other_pools() if best.seconds <= least_s() else []  # estimates ignore costs of pools
-        scale = best.seconds / best.shape.estimate
-        near = [shape for shape in best.shape.neighbours() if shape.estimate * scale < NEAR * least_s()]
+        max_estimate = NEAR * least_s() * best.shape.estimate / best.seconds
+        near = [shape for shape in best.shape.neighbours() if shape.estimate < max_estimate]
         for shape in [*others, *near]:
             if shape not in tried and not is_over(max_passes) and (neighbour := built(shape)):
                 simulate(neighbour)
