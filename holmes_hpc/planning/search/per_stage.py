@@ -225,7 +225,7 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
             recompute=shape.recompute,
             schedule=schedule_of(PER_STAGE.name, least_in_flight(tuple(s.dp for s in sizes))),
             components=tuple(components),
-            pool_memo=memo,
+            pool_memo=memo if len(set(sizes)) > 1 else Memo(),  # only layouts with per-stage TP/DP may share it
         )
         layers = balanced_layers(layout, max_gib)
     except PlanError:

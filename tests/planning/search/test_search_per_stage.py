@@ -16,6 +16,8 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
+from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan_text import explain
 from holmes_hpc.planning.search import per_stage
 from holmes_hpc.planning.search.best import best_plan
@@ -114,6 +116,14 @@ def test_shared_stage_costs_and_bounds_change_no_step_time() -> None:
         assert alone and shared and np.array_equal(alone.layers, shared.layers)
         seconds = timed(shared).seconds
         assert timed(alone).seconds == seconds and shared.least_s <= seconds
+
+
+def test_a_plan_computed_anew_has_the_step_time_of_the_search() -> None:
+    """Shapes whose stages are all alike shared costs with others, and promised steps of half the time."""
+    plan = best_plan(*planner_regret.draw_problem(21), PlanOptions(), Costs())
+    layers = np.array([stage.layers for stage in plan.stages])[None, :, None]
+    assert plan.predicted is not None
+    assert plan.predicted.step_time_s == step_s(Layout.of(plan, Costs()), layers)[0]
 
 
 def test_named_nodes_are_all_used_even_if_fewer_are_faster() -> None:
