@@ -85,9 +85,8 @@ def _record_failure(run: RunDirectory) -> Iterator[None]:
         yield
     except Exception as e:
         rank = rank_and_size()[0]
-        if not any(
-            exit_record.get("rank") == rank and exit_record["time"] >= started for exit_record in run.read_exits()
-        ):
+        exits_of_node = run.read_exits(os.uname().nodename)
+        if not any(record.get("rank") == rank and record["time"] >= started for record in exits_of_node):
             with contextlib.suppress(HolmesError, OSError):
                 run.write_exit(rank, "failed", one_line(e))
         raise

@@ -193,11 +193,7 @@ def test_run_records(document: Any) -> None:
         run.exits.mkdir()
         run.logs.mkdir()
         run.run_path.write_text(plain_yaml(said["run"]))
-        for path, part in (
-            (run.exits / "rank-1.json", "exit"),
-            (run.result_path, "result"),
-            (run.metrics_path, "line"),
-        ):
+        for path, part in ((run.exits / "n1.jsonl", "exit"), (run.result_path, "result"), (run.metrics_path, "line")):
             path.write_text(as_json(said[part]) + "\n")
         for read in (
             run.read_run,

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -16,11 +17,19 @@ from typing import Any, Literal, get_args
 import yaml
 
 from holmes_hpc.errors import RecordError
-from holmes_hpc.records.files import locked, map_leaves, to_json, write_whole
+from holmes_hpc.records.files import append_line, locked, map_leaves, to_json, write_whole
 from holmes_hpc.records.line_file import LineFile
 from holmes_hpc.records.metrics import rounded
 from holmes_hpc.records.schema import BLANK_RESULT, STATES, VERSION, check_version, parse_run
-from holmes_hpc.records.untrusted import BLOCK_BYTES, MAX_LINES_BYTES, from_json, open_file, read_file, read_object
+from holmes_hpc.records.untrusted import (
+    BLOCK_BYTES,
+    MAX_LINES_BYTES,
+    from_json,
+    objects_of_lines,
+    open_file,
+    read_file,
+    read_object,
+)
 
 # The writers of result.json, the one with the least authority first. Only the batch script sees the exit codes.
 Writer = Literal["follower", "batch"]
@@ -224,24 +233,28 @@ class RunDirectory:
     def write_exit(
         self, rank: int, state: str, error: str | None = None, host: str | None = None, **extra: Any
     ) -> None:
-        """Write the exit record of a rank into exits/. Ranks never write result.json.
+        """Append the exit record of a rank to its node's file in exits/. Ranks never write result.json.
 
         `rank`: the global rank; `state`: one of STATES; `error`: the cause in one line; `host`: the rank's node, by
         default this node; `extra`: more keys. If `extra` includes `attempt`, run.yaml is not read."""
         self.exits.mkdir(mode=0o755, parents=True, exist_ok=True)
-        data = {"rank": rank, "state": state, "error": error, "host": host or os.uname().nodename}
+        host = host or os.uname().nodename
+        data = {"rank": rank, "state": state, "error": error, "host": host}
         data |= {"attempt": extra.get("attempt") or self.attempt, "time": time.time(), **extra}
-        write_whole(self.exits / f"rank-{rank}.json", to_json(data) + "\n")
+        append_line(self._exits_of(host), to_json(data))
 
-    def read_exits(self) -> list[dict[str, Any]]:
-        """Return the exit records of the latest attempt. The earliest comes first, because it usually is the cause."""
-        attempt = self.attempt
-        exits = [
-            (order, data)
-            for path in self.exits.glob("rank-*.json")
-            if (data := read_object(path)) is not None and (order := _exit_order(data)) and order[0] >= attempt
-        ]
-        return [data for order, data in sorted(exits, key=lambda exit_record: exit_record[0][1:])]
+    def _exits_of(self, host: str) -> Path:
+        return self.exits / f"{re.sub(r'[^A-Za-z0-9._-]', '_', host)}.jsonl"
+
+    def read_exits(self, host: str = "") -> list[dict[str, Any]]:
+        """Return the exit record of each rank in the latest attempt; only of ranks on `host`, if it is given. The
+        earliest record comes first, because it usually is the cause."""
+        attempt, of_rank = self.attempt, dict[int, tuple[tuple[int, float, int], dict[str, Any]]]()
+        for path in [self._exits_of(host)] if host else self.exits.glob("*.json*"):  # of old runs, a file per rank
+            for data in objects_of_lines(path):
+                if (order := _exit_order(data)) and order[0] >= attempt:
+                    of_rank[order[2]] = max((order, data), of_rank.get(order[2], (order, data)), key=lambda x: x[0])
+        return [data for order, data in sorted(of_rank.values(), key=lambda exit_record: exit_record[0][1:])]
 
     def write_result(self, result: Mapping[str, Any], writer: Writer = "batch") -> bool:
         """Write the result of the latest attempt to result.json. Return False if the existing result is kept instead.

@@ -8,8 +8,8 @@ peak_memory_bytes[]`.
 `nics/NODE.jsonl`: a line per step with the bytes of a node's NICs: `step, attempt, node, nics{NIC: {tx, rx}}`. A NIC is
 named by its interface, or as device:port.
 `logs/rank-N.txt`, `trace/rank-N.jsonl`, `checkpoints/`: the output of each rank, its timeline, and the checkpoints.
-`exits/rank-N.json`: how a rank ended: `rank, state (completed|failed|preempted), error, host, attempt, time`; if a
-signal ended the rank, `signal` is the name of that signal.
+`exits/NODE.jsonl`: how each rank of a node ended: `rank, state (completed|failed|preempted), error, host, attempt,
+time`; if a signal ended the rank, `signal` is the name of that signal.
 `result.json`: how the run ended: `version, state, exit_code, error, failed_rank, failed_node, log_tail[], final{},
 writer, attempt, time`. It is written last, by the batch script, or by a command that follows the job (a follower).
 

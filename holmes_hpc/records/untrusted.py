@@ -5,11 +5,13 @@ devices and oversized files are refused without reading them. Nesting is limited
 reader use a C stack frame for each level of nesting and crash when the stack overflows.
 """
 
+import contextlib
 import errno
 import json
 import os
 import re
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -150,6 +152,15 @@ def read_object(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def objects_of_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON objects in a file of one object per line; skip other lines, and a file that cannot be read."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in read_file(path).splitlines():
+            with contextlib.suppress(ValueError):
+                if isinstance(data := from_json(line), dict):
+                    yield data
 
 
 def too_deep(text: bytes) -> bool:

@@ -30,6 +30,7 @@ from holmes_hpc.submission.executor.throttle import Throttle
 from holmes_hpc.submission.lifecycle.attempts import START_MARK, attempt_id, has_new_steps, record_attempt_end
 
 _SURVIVE = ("--no-kill", "--kill-on-bad-exit=0", "--wait=0")  # srun's options of a step that outlives its nodes
+MAX_LINKS = 64  # more files than that would burden the file system, and nobody reads them
 MAX_TIMEOUTS = 10**6  # no limit for submitit, because RankTask.checkpoint decides whether the job is requeued
 
 
@@ -276,7 +277,7 @@ def submit_plan(
                 record |= {"components": 1, "members": list(map(int, [job.job_id, *others]))}
             run.update_run(slurm={**record, "submitted": time.time()})
         with contextlib.suppress(OSError):  # the job is submitted: an error here must not look like a refusal
-            for rank in range(plan.world_size):  # links where submitit looks for a task's output
+            for rank in range(min(plan.world_size, MAX_LINKS)):  # links where submitit looks for a task's output
                 link = job.paths.folder / f"{job.job_id}_{rank}_log.out"
                 link.unlink(missing_ok=True)
                 link.symlink_to(Path("..") / "logs" / f"rank-{rank}.txt")

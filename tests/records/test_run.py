@@ -226,11 +226,23 @@ def test_exits_come_in_order_of_time(run: RunDirectory) -> None:
     run.write_exit(0, "failed", "connection lost", time=20.0)
     run.write_exit(3, "failed", "out of memory", "n4", time=10.0)
     assert [(e["rank"], e["host"]) for e in run.read_exits()] == [(3, "n4"), (0, os.uname().nodename)]
+    assert [e["rank"] for e in run.read_exits("n4")] == [3]
+
+
+def test_exits_of_a_node_share_a_file_and_the_last_of_a_rank_counts(run: RunDirectory) -> None:
+    run.write_exit(1, "failed", "first", "n1", time=1.0)
+    run.write_exit(2, "preempted", None, "n1", time=2.0)
+    run.write_exit(1, "failed", "second", "n1", time=3.0)
+    with (run.exits / "n1.jsonl").open("a") as file:
+        file.write('{"rank": 5, "state": "fail')  # written at this moment
+    (run.exits / "rank-7.json").write_text('{"rank": 7, "state": "completed", "attempt": 1, "time": 2.5}\n')
+    assert [(e["rank"], e.get("error")) for e in run.read_exits()] == [(2, None), (7, None), (1, "second")]
+    assert sorted(path.name for path in run.exits.iterdir()) == ["n1.jsonl", "rank-7.json"]
 
 
 def test_broken_json_says_nothing(run: RunDirectory) -> None:
     run.result_path.write_text('{"state": "comp')
-    (run.exits / "rank-0.json").write_text("")
+    (run.exits / "n0.jsonl").write_text("")
     assert run.read_result() is None and run.read_exits() == []
     assert run.write_result({"state": "completed"}, writer="follower")
 

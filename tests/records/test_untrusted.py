@@ -80,7 +80,7 @@ def test_json_with_many_brackets_beside_each_other() -> None:
 def test_records_of_nested_json_say_nothing(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run")
     run.append_metrics({"step": 1, "loss": 2.0})
-    for path in (run.result_path, run.exits / "rank-1.json"):
+    for path in (run.result_path, run.exits / "n1.jsonl"):
         path.write_text("[" * DEEP)
     with run.metrics_path.open("a") as file:
         file.write('{"step": 2, "loss": 1.0, "x": ' + "[" * DEEP + "]" * DEEP + "}\n")
