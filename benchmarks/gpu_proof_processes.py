@@ -75,10 +75,10 @@ def train_ranks(
 _RANK = """
 import json, os, sys
 from holmes_hpc.planning import request
-from holmes_hpc.training.network import process_groups
+from holmes_hpc.training.network import rank_facts
 local_gpus = request.local_gpus
 request.local_gpus = lambda: local_gpus() * int(os.environ.get("WORLD_SIZE", 1))
-process_groups.check_devices = lambda *_: None
+rank_facts.check_gpus = lambda *_: None
 from holmes_hpc import train
 sys.argv = ["train", *json.loads(os.environ["HOLMES_PROOF"])]
 train.main()

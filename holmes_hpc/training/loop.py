@@ -99,7 +99,7 @@ class Trainer:
             trace_timers(self.breakdown, self.trace, order.passes(pipeline_rank))
         world = torch.distributed.group.WORLD
         self.control = session.groups.new(range(plan.world_size), "control", gloo=True) if session.cuda else world
-        self.control_flags = ControlAllReduce(self.control)
+        self.control_flags = ControlAllReduce(self.control, session.groups.control_tree)
         waits = [self._finish_record, self.control_flags.wait]
         waits += [self.edges.settle] if isinstance(self.edges, Edges) else []
         rank, size = session.launch.rank, plan.world_size
@@ -348,8 +348,9 @@ class Trainer:
         sent_and_gpu = [*self.destinations.row(session.launch.rank, traffic), *self.gpu_figures.read()]
         row = metrics_line.rank_row(sum(losses), len(losses), step_time_s, parts, nic, memory, sent_and_gpu, tokens)
         self.nic_log.add(self.step, traffic.by_nic)
+        groups = self.control, session.groups.control_tree
         self._gathering = metrics_line.Gathering(
-            row, session.launch.rank, self.plan.world_size, self.control, self.step, fields
+            row, session.launch.rank, self.plan.world_size, *groups, self.step, fields
         )
         has_paused = "pause_before_s" in fields or self.checkpoints.has_unfinished_save
         self._is_copying = self.copies is not None and (self.copies.is_busy or bool(session.run.metrics_file.waiting))

@@ -13,14 +13,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from holmes_hpc import __version__
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RunFailed, counted
+from holmes_hpc.errors import HolmesError, RunFailed, counted
 from holmes_hpc.fabric.probe import probe
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan.transport import TCP
@@ -29,13 +28,13 @@ from holmes_hpc.records.ownership import refuse_other_writers
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.slurm.job_queries import ending_state
-from holmes_hpc.training.network import audit, interfaces, process_groups, rendezvous
+from holmes_hpc.training.network import audit, interfaces, process_groups, rank_facts, rendezvous
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.nic_bytes import Traffic
 from holmes_hpc.training.network.peer_watch import watch_next_nodes
 from holmes_hpc.training.rank import affinity, cpu, cuda_check
 from holmes_hpc.training.rank.failure import RankExit, Watchdog, exit_failed
-from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, read_launch
+from holmes_hpc.training.rank.launch import Launch, check_launch, job_nodes, ranks_of_nodes, read_launch
 from holmes_hpc.training.rank.log import RankLog, log_line
 from holmes_hpc.training.rank.signals import Signals
 from holmes_hpc.waiting import wait_until
@@ -79,10 +78,11 @@ class Session:
         for file in (self.run.metrics_file, self.run.ranks_file):
             file.finish()
         process_groups.close()
-        self.store.set(f"left/{self.launch.rank}", "1")
+        if self.store.add("left", 1) == self.launch.world_size:
+            self.store.set("all left", "1")
         if self.launch.rank == 0:
             try:
-                self.store.wait([f"left/{r}" for r in range(self.launch.world_size)], timedelta(seconds=10))
+                self.store.wait(["all left"], timedelta(seconds=10))
             except RuntimeError:
                 log_line("some ranks did not leave the session within 10 s")
             rendezvous.unpublish(self.run.path, self.launch)
@@ -167,7 +167,10 @@ def open_session(
         raise
     start_phase("meeting the other ranks")
     store = _meet(launch, run, node, rank_exit, train.net_timeout_s)
-    node_of_rank = _exchange(launch, store, node, on_gpu)
+    nodes = ranks_of_nodes(launch, plan)
+    if launch.rank == 0:
+        store.set("token", secrets.token_hex(8))  # for the link check
+    node_of_rank = rank_facts.exchange_transports(launch, store, node, on_gpu, nodes)
     start_phase("checking the links between nodes")
     if not launch.one_host:
         interfaces.check_placement(plan, node_of_rank)
@@ -182,11 +185,11 @@ def open_session(
     start_phase("creating process groups")
     groups = process_groups.Groups(plan, node, launch.rank, on_gpu, train.net_timeout_s, train.watchdog_s)
     device = process_groups.device(launch.local_rank, on_gpu)
-    process_groups.check_devices(device, launch.rank, store, node_of_rank)
-    _check_memory(plan, launch, device, store)
+    rank_facts.check_gpus(plan, launch, device, store, nodes)
     cpus = affinity.bind(torch.cuda.get_device_properties(device)) if on_gpu and config.slurm.bind_cpus else ""
     groups.start(dist.PrefixStore("world", store))
     rank_exit.describe_links = partial(interfaces.links_of_rank, groups.records, node_of_rank, launch.rank)
+    groups.make_control_tree(store, [*nodes.values()])
     groups.make_parallel_state()
     if launch.rank == 0:
         where = "one node" if node_of_rank[0].one_host else f"{len({n.node for n in node_of_rank})} nodes"
@@ -269,20 +272,6 @@ def _check_cuda(plan: Plan, launch: Launch, on_gpu: bool, train: TrainConfig) ->
     return list(cuda_check.cuda_warnings(facts))
 
 
-def _check_memory(plan: Plan, launch: Launch, device: torch.device, store: dist.Store) -> None:
-    """Raise PlanError on every rank if any GPU has too little free memory for the plan. It names the first such GPU."""
-    if device.type != "cuda" or plan.predicted is None:
-        return
-    stage, *_ = plan.parallel.coordinates(launch.rank)
-    free, total = torch.cuda.mem_get_info(device)
-    needed = plan.predicted.memory_bytes_per_gpu[stage]
-    problem = cuda_check.memory_problem(free, total, needed, f"GPU {device.index} of node {launch.node}")
-    message = problem and {"what": problem.what, "where": problem.where, "hint": problem.hint}
-    messages = rendezvous.exchange(store, "memory", launch.rank, range(launch.world_size), message)
-    for first_message in filter(None, messages):
-        raise PlanError(**first_message)
-
-
 def _report_to_ranks(launch: Launch, run: RunDirectory, rank_exit: RankExit, error: HolmesError) -> None:
     """Let the other ranks learn of this rank's `error` before :func:`_meet` has returned.
 
@@ -324,22 +313,6 @@ def _meet(launch: Launch, run: RunDirectory, node: NodeTransports, rank_exit: Ra
         rank_exit.attempt = int(store.get("attempt"))
     rank_exit.watch(watched_store)
     return store
-
-
-def _exchange(launch: Launch, store: dist.Store, node: NodeTransports, on_gpu: bool) -> list[NodeTransports]:
-    """Return the transports of every rank's node.
-    Raise ConfigError on all ranks if some would train on GPUs and others on CPUs."""
-    if launch.rank == 0:
-        store.set("token", secrets.token_hex(8))  # for the link check
-    device = "a GPU" if on_gpu else "a CPU"
-    rows = rendezvous.exchange(store, "node", launch.rank, range(launch.world_size), {"node": node, "device": device})
-    nodes = [msgspec.convert(row["node"], NodeTransports) for row in rows]
-    devices = [f"{row['device']} (node {node.node})" for row, node in zip(rows, nodes, strict=True)]
-    hint = "see `nvidia-smi` on both nodes, or use train.device=cpu"
-    for rank, row in enumerate(rows):
-        problem = f"rank 0 has {devices[0]}, rank {rank} has {devices[rank]}"
-        ConfigError.refuse("train.device", (row["device"] != rows[0]["device"], problem, hint))
-    return nodes
 
 
 def publish_groups(session: Session) -> None:

@@ -52,10 +52,11 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
     groups = MagicMock()
     groups.start.side_effect = lambda *_: calls.append("groups")
     nodes = [SimpleNamespace(node="n0", one_host=True)]
-    replace(calls, monkeypatch, session, _lock_run=None, probe=None, Traffic=None, _meet=MagicMock(), _exchange=nodes)
-    replace(calls, monkeypatch, session, _check_memory=None, log_line=None, _report_to_ranks=None, check_launch=None)
+    replace(calls, monkeypatch, session, _lock_run=None, probe=None, Traffic=None, _meet=MagicMock())
+    replace(calls, monkeypatch, session.rank_facts, exchange_transports=nodes, check_gpus=None)
+    replace(calls, monkeypatch, session, log_line=None, _report_to_ranks=None, check_launch=None)
     replace(calls, monkeypatch, session.cuda_check, use_cuda=True, set_queue_count=None, collect_facts=facts)
-    replace(calls, monkeypatch, session.process_groups, Groups=groups, device=GPU, check_devices=None)
+    replace(calls, monkeypatch, session.process_groups, Groups=groups, device=GPU)
     replace(calls, monkeypatch, session.affinity, bind="0-3")
     replace(calls, monkeypatch, torch.cuda, get_device_capability=(9, 0), get_device_properties=None)
     replace(calls, monkeypatch, session.dist, PrefixStore=None)
@@ -68,7 +69,7 @@ def start(calls: list[str], monkeypatch: pytest.MonkeyPatch, train: TrainConfig,
 
 def test_a_ranks_gpu_is_checked_before_it_meets_the_others(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     start(calls, monkeypatch, TrainConfig(device="cuda"))
-    expected = ["set_queue_count", "collect_facts", "_meet", "check_devices", "_check_memory", "bind", "groups"]
+    expected = ["set_queue_count", "collect_facts", "_meet", "check_gpus", "bind", "groups"]
     assert [name for name in calls if name in expected] == expected
 
 

@@ -1,9 +1,10 @@
 """The session of a rank: recorded networks, the lock of the run directory, and GPU checks (with mocks, no GPU)."""
 
-import json
 import os
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from holmes_hpc.config.model import Batch, Experts, ModelSpec
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.config.train import TrainConfig
-from holmes_hpc.errors import ConfigError, NetworkError, PlanError, RecordError
+from holmes_hpc.errors import ConfigError, HolmesError, NetworkError, RecordError
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.request import local_site
@@ -26,6 +27,7 @@ from holmes_hpc.records.locks import LockOwner, hold_lock
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_states import JobState
 from holmes_hpc.training import session
+from holmes_hpc.training.network import rank_facts
 from holmes_hpc.training.network.interfaces import NodeTransports, check_addresses
 from holmes_hpc.training.rank import cuda_check
 from holmes_hpc.training.rank.cuda_check import GIB, CudaFacts
@@ -166,44 +168,63 @@ def test_a_run_on_cpus_never_queries_the_driver(monkeypatch: pytest.MonkeyPatch)
         assert session._check_cuda(plan, rank_0(False), False, TrainConfig(device=device)) == []
 
 
-def test_ranks_on_gpus_and_ranks_on_cpus_refuse_to_meet() -> None:
+def together(ranks: int, call: Callable[[int, dist.Store], Any]) -> list[Any]:
+    """Return the result of `call(rank, store)` of each rank, or its HolmesError. The ranks are threads."""
+    store = dist.HashStore()
+
+    def run(rank: int) -> Any:
+        try:
+            return call(rank, store)
+        except HolmesError as e:
+            return e
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+@pytest.mark.parametrize("nodes", [[(0, 1), (2, 3)], [(0, 1, 2, 3)], [(0,), (1, 2, 3)]])
+def test_ranks_on_gpus_and_ranks_on_cpus_refuse_to_meet(nodes: list[tuple[int, ...]]) -> None:
     """Otherwise each would wait for the other in groups of its own kind."""
-    rank_1 = SimpleNamespace(rank=1, world_size=2)
 
-    def with_rank_0() -> dist.Store:
-        store, node = dist.HashStore(), asdict(NodeTransports("n0", "ib-a", {}, {}, False))
-        store.set("node/0", json.dumps({"node": node, "device": "a GPU"}))
-        store.add("node/count", 1)
-        return store
+    def exchange(on_gpu: list[bool]) -> list[Any]:
+        def call(rank: int, store: dist.Store) -> Any:
+            node = NodeTransports(f"n{rank // 2}", "ib-a", {"tcp": ("eth0", f"10.0.0.{rank // 2}")}, {}, False)
+            launch: Any = SimpleNamespace(rank=rank, world_size=4)
+            return rank_facts.exchange_transports(
+                launch, store, node, on_gpu[rank], dict(zip("ab", nodes, strict=False))
+            )
 
-    node = NodeTransports("n1", "ib-a", {}, {}, False)
-    with pytest.raises(ConfigError, match=r"rank 0 has a GPU \(node n0\), rank 1 has a CPU \(node n1\)"):
-        session._exchange(rank_1, with_rank_0(), node, False)
-    assert [n.node for n in session._exchange(rank_1, with_rank_0(), node, True)] == ["n0", "n1"]
+        return together(4, call)
+
+    for result in exchange([True, True, True, False]):
+        assert "rank 0 has a GPU (node n0), rank 3 has a CPU (node n1)" in str(result)
+    for result in exchange([True] * 4):
+        assert [n.node for n in result] == ["n0", "n0", "n1", "n1"]
 
 
-def test_every_rank_reports_the_gpu_without_enough_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_reports_the_gpu_without_enough_free_memory_or_with_two_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plan = on_gpus()
 
-    def with_other_ranks(rank_0: str = "null") -> dist.Store:
-        store = dist.HashStore()
-        for rank in range(plan.world_size):
-            store.set(f"memory/{rank}", "null" if rank else rank_0)
-        store.add("memory/count", plan.world_size - 1)
-        return store
+    def check(uuids: str, free_of: dict[int, int]) -> set[str]:
+        def call(rank: int, store: dist.Store) -> None:
+            launch: Any = SimpleNamespace(rank=rank, node=f"ib{rank // 8}")
+            rank_facts.check_gpus(
+                plan, launch, torch.device("cuda", rank), store, {"ib0": range(8), "ib1": range(8, 16)}
+            )
 
-    launch = SimpleNamespace(rank=0, world_size=plan.world_size, node="ib1")
-    for free in (79 * GIB, 2 * GIB):
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 * GIB))
-        if free > 70 * GIB:
-            session._check_memory(plan, launch, torch.device("cuda", 3), with_other_ranks())
-    store = with_other_ranks()
-    with pytest.raises(PlanError, match=r"GPU 3 of node ib1: 2.0 of 80.0 GiB are free, the plan needs"):
-        session._check_memory(plan, launch, torch.device("cuda", 3), store)
-    launch.rank = 1  # its own memory is free
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (79 * GIB, 80 * GIB))
-    with pytest.raises(PlanError, match="GPU 3 of node ib1"):
-        session._check_memory(plan, launch, torch.device("cuda", 0), with_other_ranks(store.get("memory/0").decode()))
+        free = lambda d: (free_of.get(d.index, 79) * GIB, 80 * GIB)  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "mem_get_info", free)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[d.index]))
+        return set(map(str, together(16, call)))
+
+    assert check("0123456789abcdef", {}) == {"None"}
+    assert check("0123456701234567", {}) == {"None"}  # on two nodes
+    (problem,) = check("0123456789abcdef", {3: 2, 9: 1})
+    assert problem.startswith("GPU 3 of node ib0: 2.0 of 80.0 GiB are free, the plan needs")
+    (problem,) = check("0123456789abcdee", {})
+    assert problem.startswith("node ib1: ranks 14 and 15 have the same GPU; start one task per GPU")
 
 
 def test_fp8_needs_the_width_of_experts_not_that_of_a_dense_layer() -> None:

@@ -33,7 +33,7 @@ from holmes_hpc.records.run import now
 from holmes_hpc.training.calibration import networks
 from holmes_hpc.training.loop import Trainer
 from holmes_hpc.training.model import gpt
-from holmes_hpc.training.network.rendezvous import exchange
+from holmes_hpc.training.network.exchange import exchange
 from holmes_hpc.training.rank.failure import Watchdog
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.rank.signals import Signals

@@ -148,17 +148,18 @@ def part_by_rank(rows: Rows, part: str) -> Rows:
 
 
 class Gathering:
-    """A pending gather of one step's rows to rank 0. `fields`: further fields of the step's metrics line."""
+    """A pending gather of one step's rows to rank 0. `tree`: the control tree of a large run, which replaces the
+    `group` of all ranks; `fields`: further fields of the step's metrics line."""
 
     def __init__(
-        self, row: torch.Tensor, rank: int, world_size: int, group: Any, step: int, fields: Mapping[str, Any]
+        self, row: torch.Tensor, rank: int, size: int, group: Any, tree: Any, step: int, fields: Mapping[str, Any]
     ) -> None:
         self.step, self.fields, self.unix_time_s = step, dict(fields), time.time()
         self.step_time_s = float(row[_STEP])
         self._row = row  # must live until the gather ends
-        self._rows = row.new_empty(world_size, len(row)) if rank == 0 else None
+        self._rows = row.new_empty(size, len(row)) if rank == 0 and tree is None else None
         targets = None if self._rows is None else list(self._rows)
-        self._work = dist.gather(row, targets, dst=0, group=group, async_op=True)
+        self._work = tree.gather(row) if tree else dist.gather(row, targets, dst=0, group=group, async_op=True)
 
     def ready(self, wait_s: float) -> bool:
         """Return whether the gather is complete; wait for it at most `wait_s` seconds."""
@@ -166,8 +167,9 @@ class Gathering:
 
     def finish(self) -> Rows | None:
         """Wait for the gather. Return every rank's row on rank 0, None on other ranks."""
-        self._work.wait()
-        return None if self._rows is None else self._rows.numpy()
+        result = self._work.wait()  # a tree's is the rows; None on other ranks than 0
+        rows = self._rows if isinstance(result, bool) else result
+        return None if rows is None else rows.numpy()
 
 
 def flatten(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

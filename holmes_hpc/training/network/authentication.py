@@ -19,11 +19,11 @@ import contextlib
 import hmac
 import resource
 import secrets
+import selectors
 import socket
-import socketserver
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import psutil
@@ -40,10 +40,13 @@ from holmes_hpc.training.network.keepalive import keep_alive
 SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # limit of a greeting, and of connecting to the store
 LINGER_S = 0.3  # a port stays admitted this long after it has connected, so that its last handshake packet passes
+BUSY_LINGER_S = 0.05  # the same, while other ranks wait to be admitted
 _NONCE, _MAC = 16, 32  # bytes, as in the next two lines
 _GREETING = _NONCE + 2 + _MAC  # the client's nonce, its port, and the proof
 _ANSWER = 3 + _MAC  # the store's port, whether its packets are signed, and the proof
-_PROXY_ADDRESS = "127.0.0.2"  # a loopback address, but not 127.0.0.1, where the store of a one-node run listens
+# The proxy of rank 0 has the port of the store, which listens on 127.0.0.1 in a run of one node. Other ranks use
+# 127.0.0.1, because torch asks for the name of the address, and only this address has one without asking a DNS server.
+_PROXY_ADDRESS, _RANK_0_PROXY_ADDRESS = "127.0.0.1", "127.0.0.2"
 
 
 class AuthenticationError(OSError):
@@ -66,13 +69,14 @@ def _mac(secret: bytes, role: bytes, parts: Iterable[bytes]) -> bytes:
 
 
 class AuthenticationServer:
-    """A server on `address` that makes `listener` admit clients that know `secret`. :meth:`close` stops it."""
+    """A server on `address` that makes `listener` admit clients that know `secret`. :meth:`close` stops it.
+    `timeout_s`: the limit of a greeting, and of the connection to the store that follows."""
 
-    def __init__(self, address: str, secret: bytes, listener: FilteredListener) -> None:
-        self.address, self.secret, self.listener = address, secret, listener
+    def __init__(self, address: str, secret: bytes, listener: FilteredListener, timeout_s: float = TIMEOUT_S) -> None:
+        self.address, self.secret, self.listener, self._timeout_s = address, secret, listener, timeout_s
         self._socket = listening_socket(address)
         self.port = int(self._socket.getsockname()[1])
-        self._max_connections = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
+        self._max_connections = max(16, min(1 << 15, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._is_authenticated: dict[asyncio.StreamWriter, bool] = {}  # by connection, the oldest first
         self._admitted: set[tuple[bytes, int]] = set()
         self._free_slots = asyncio.Semaphore(listener.capacity)
@@ -111,7 +115,7 @@ class AuthenticationServer:
         """Admit the port that the client names, once the client has proved that it knows the secret."""
         nonce, address = secrets.token_bytes(_NONCE), packed_address(writer.get_extra_info("peername")[0])
         writer.write(nonce)
-        greeting = await asyncio.wait_for(reader.readexactly(_GREETING), TIMEOUT_S)
+        greeting = await asyncio.wait_for(reader.readexactly(_GREETING), self._timeout_s)
         client_nonce, client_port, proof = greeting[:_NONCE], greeting[_NONCE:-_MAC], greeting[-_MAC:]
         parts = (nonce, client_nonce, client_port, address, packed_address(self.address))
         if not hmac.compare_digest(_mac(self.secret, b"rank", parts), proof):
@@ -120,16 +124,15 @@ class AuthenticationServer:
         store = struct.pack(">H?", self.listener.port, self.listener.is_signed)
         source = address, int.from_bytes(client_port, "big")
         answer = store + _mac(self.secret, b"server", (client_nonce, nonce, store))
-        if source[1] == 0:  # the client only verifies the server
-            writer.write(answer)
-            return
         async with self._free_slots:
             try:
                 self._admitted.add(source)
                 self.listener.admit(self._admitted)
                 writer.write(answer)
-                await asyncio.wait_for(reader.read(1), TIMEOUT_S)  # ends when the client has connected or given up
-                await asyncio.sleep(LINGER_S)
+                await asyncio.wait_for(
+                    reader.read(1), self._timeout_s
+                )  # ends when the client has connected or given up
+                await asyncio.sleep(BUSY_LINGER_S if self._free_slots.locked() else LINGER_S)
             finally:
                 self._admitted.discard(source)
                 self.listener.admit(self._admitted)
@@ -138,17 +141,10 @@ class AuthenticationServer:
 # -- the proxy: every rank's side ----------------------------------------------------------------------------------
 
 
-def verify_server(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S) -> None:
-    """Verify that the server at `address`:`port` knows the secret.
-    Raise AuthenticationError if it does not; OSError if it does not answer."""
-    with socket.create_connection((address, port), timeout=timeout_s) as server:
-        _greet(server, address, secret, 0)
-
-
 def _greet(server: socket.socket, address: str, secret: bytes, client_port: int) -> tuple[int, bool]:
     """Prove to the server that this client knows the secret, and verify that the server does.
     Return the store's port, and whether its packets are signed. `client_port`: the local port that may connect to the
-    store while `server` is open; 0 admits no port."""
+    store while `server` is open."""
     nonce, server_nonce = secrets.token_bytes(_NONCE), _receive_exactly(server, _NONCE)
     port_bytes = client_port.to_bytes(2, "big")
     parts = (server_nonce, nonce, port_bytes, packed_address(server.getsockname()[0]), packed_address(address))
@@ -168,7 +164,8 @@ def _receive_exactly(connection: socket.socket, count: int) -> bytes:
 
 
 def connect(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S) -> socket.socket:
-    """Return a connection to the store whose authentication server is at `address`:`port`."""
+    """Return a connection to the store whose authentication server is at `address`:`port`.
+    Raise AuthenticationError if that server does not know the secret; OSError if it does not answer in time."""
     with contextlib.ExitStack() as on_error:
         store = on_error.enter_context(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
         store.settimeout(timeout_s)
@@ -185,43 +182,57 @@ def connect(address: str, port: int, secret: bytes, timeout_s: float = TIMEOUT_S
     return store
 
 
-class LoopbackProxy(socketserver.ThreadingTCPServer):
+class LoopbackProxy:
     """A server on the loopback interface that forwards connections of its own process, and of no other, to the store.
 
-    The store's authentication server is at `address`:`port`. The proxy lives as long as the process. `own_port`: the
-    port on which the proxy listens; 0 for any free port.
+    `connect_store`: returns a connection to the store, or raises OSError; `connected`: such connections for the first
+    clients; `own_port`: the port on which the proxy listens; 0 for any free port. One thread serves all connections as
+    long as the process lives.
     """
 
-    allow_reuse_address = daemon_threads = True
-    request_queue_size = BACKLOG
+    def __init__(
+        self, connect_store: Callable[[], socket.socket], connected: Iterable[socket.socket] = (), own_port: int = 0
+    ) -> None:
+        self._connect_store, self._connected = connect_store, list(connected)
+        self._listener = listening_socket(_RANK_0_PROXY_ADDRESS if own_port else _PROXY_ADDRESS, own_port)
+        self.address, self.port = self._listener.getsockname()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        threading.Thread(target=self._serve, name="rendezvous proxy", daemon=True).start()
 
-    def __init__(self, address: str, port: int, secret: bytes, own_port: int = 0) -> None:
-        super().__init__((_PROXY_ADDRESS, own_port), socketserver.BaseRequestHandler)
-        self._target, (self.address, self.port) = (address, port, secret), self.socket.getsockname()
-        threading.Thread(target=self.serve_forever, name="rendezvous proxy", daemon=True).start()
-
-    def verify_request(self, _: Any, peer: Any) -> bool:
+    def is_own(self, peer: Any) -> bool:
         """Return whether a connection comes from this process."""
         connections = psutil.Process().net_connections("tcp")
         # TCPStore connects to IPv4 addresses with IPv6 sockets.
         ends = [[(end.ip.removeprefix("::ffff:"), end.port) for end in (c.laddr, c.raddr) if end] for c in connections]
         return [peer, (self.address, self.port)] in ends
 
-    def finish_request(self, client: Any, _: Any) -> None:
-        """Copy bytes between the client and the store, in both directions, until one of them closes."""
-        with contextlib.suppress(OSError), connect(*self._target) as store:  # TCPStore reports the error itself
-            client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            back = threading.Thread(target=_copy_bytes, args=(store, client), name="rendezvous proxy", daemon=True)
-            back.start()
-            _copy_bytes(client, store)
-            back.join()
+    def _serve(self) -> None:
+        while True:
+            for key, _ in self._selector.select():
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif self._selector.get_map().get(key.fd) == key:  # not closed since
+                    self._copy(key.fileobj, key.data)
 
+    def _accept(self) -> None:
+        """Accept a connection and connect it to the store. If that fails, TCPStore reports the error itself."""
+        with contextlib.suppress(OSError), contextlib.ExitStack() as on_error:
+            client, peer = self._listener.accept()
+            on_error.callback(client.close)
+            if self.is_own(peer):
+                store = self._connected.pop() if self._connected else self._connect_store()
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._selector.register(client, selectors.EVENT_READ, store)
+                self._selector.register(store, selectors.EVENT_READ, client)
+                on_error.pop_all()
 
-def _copy_bytes(source: socket.socket, target: socket.socket) -> None:
-    """Copy bytes until the source closes. Then shut both sockets down."""
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    for end in (source, target):
+    def _copy(self, source: Any, target: socket.socket) -> None:
+        """Copy the bytes that have arrived. If one end has closed its connection, close both."""
         with contextlib.suppress(OSError):
-            end.shutdown(socket.SHUT_RDWR)
+            if data := source.recv(1 << 16):
+                target.sendall(data)
+                return
+        for end in (source, target):
+            self._selector.unregister(end)
+            end.close()

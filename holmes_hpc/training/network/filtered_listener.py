@@ -14,7 +14,7 @@ from functools import lru_cache
 
 _MAX_INSTRUCTIONS = 4096  # of a filter
 _SO_ATTACH_FILTER, _TCP_MD5SIG_EXT = 26, 32
-BACKLOG = 1024
+BACKLOG = 4096
 _LOAD_WORD, _LOAD_HALF, _JUMP_EQUAL, _RETURN = 0x20, 0x28, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000  # SKF_NET_OFF of linux/filter.h; offsets without it count from the TCP header
 _ALL = 0xFFFFFFFF

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from holmes_hpc.errors import NetworkError
+from holmes_hpc.training.network.exchange import exchange
 from holmes_hpc.training.network.interfaces import NodeTransports
 from holmes_hpc.training.network.keepalive import SILENCE_S, keep_alive
 from holmes_hpc.training.network.link_sockets import bound_socket
-from holmes_hpc.training.network.rendezvous import exchange
 from holmes_hpc.training.rank.log import log_line
 
 CONNECT_S = 3.0  # limit of a first connection

@@ -10,21 +10,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric import nccl
 from holmes_hpc.fabric.site import Site
+from holmes_hpc.planning.plan.parallel import abbreviated
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
 from holmes_hpc.planning.plan.transport import Transport
 from holmes_hpc.training.network import interfaces as transports
 from holmes_hpc.training.network import per_stage_groups
+from holmes_hpc.training.network.control_tree import ControlTree, groups_of_rank
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.rendezvous import exchange
 
 GLOO = "holmes_gloo"
 MAX_MESH = 64  # in larger gloo groups, pairs of ranks connect at first use; in others, all pairs connect at creation
@@ -32,15 +34,24 @@ MAX_MESH = 64  # in larger gloo groups, pairs of ranks connect at first use; in 
 _EXCHANGES = ("context parallel", "expert model parallel", "expert tensor and model parallel")
 
 
-def _create_gloo(options: Any, pg_options: dict[str, str]) -> Any:
+@cache
+def _shared_device(interface: str) -> Any:
+    """Return the gloo device of all control trees of this process. Each device has a thread, which never sleeps long.
+    Groups of training have their own, so that each has a thread for its transfers."""
+    return dist.ProcessGroupGloo.create_device(interface=interface)
+
+
+def _create_gloo(options: Any, pg_options: dict[str, Any]) -> Any:
     """Return a ProcessGroupGloo on one interface. For backend gloo, ``new_group`` ignores options that set one.
 
+    `pg_options`: the interface, and optionally the gloo device.
     The group has one thread. In torch 2.13, all threads of a group write the name of its last collective without lock.
     If two collectives end at the same time, a name of more than 15 letters (a coalesced gather) is freed twice.
     """
     gloo_options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     lazy = {"lazy_init": True} if options.group_size > MAX_MESH else {}
-    gloo_options._devices = [dist.ProcessGroupGloo.create_device(interface=pg_options["interface"], **lazy)]
+    create_device = partial(dist.ProcessGroupGloo.create_device, interface=pg_options["interface"], **lazy)
+    gloo_options._devices = [pg_options.get("device") or create_device()]
     gloo_options._timeout = options.timeout
     gloo_options._threads = 1
     return dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, gloo_options)
@@ -70,7 +81,7 @@ class Groups:
     `timeout_s`: the limit of the groups' set-up and of gloo's collectives. NCCL's own timeout ends the process without
     a message, so it is at least twice `watchdog_s`, the limit of the watchdog. `records`: the groups of this rank, for
     the run record. `embedding_group`: with a tied embedding and per-stage TP/DP, the group of all ranks of the first
-    and the last stage; None on other ranks.
+    and the last stage; None on other ranks. `control_tree`: in runs of more than MAX_MESH ranks.
     """
 
     plan: Plan
@@ -81,6 +92,7 @@ class Groups:
     watchdog_s: float
     records: list[dict[str, Any]] = field(default_factory=list)
     embedding_group: Any = None
+    control_tree: ControlTree | None = None
     _created: dict[tuple[str, tuple[int, ...]], Any] = field(default_factory=dict)
 
     def start(self, store: dist.Store) -> None:
@@ -137,6 +149,24 @@ class Groups:
         if is_member and len(ranks) > 1:
             entry = {"kind": kind, "ranks": list(ranks), "transport": str(transport), "interface": interface or network}
             self.records.append(entry)
+
+    def make_control_tree(self, store: dist.Store, nodes: Sequence[Sequence[int]]) -> None:
+        """Create this rank's groups of the control tree. They are not torch's, so only their members create them."""
+        groups = []
+        for ranks in groups_of_rank(self.rank, nodes) if self.plan.world_size > MAX_MESH else ():
+            transport = self.plan.transport_of(ranks, host_memory=self.cuda)
+            interface = self.node.interface(transport)
+            options = SimpleNamespace(
+                store=dist.PrefixStore(f"tree/{abbreviated(ranks, ',')}", store),
+                group_rank=ranks.index(self.rank),
+                group_size=len(ranks),
+                timeout=timedelta(seconds=self.timeout_s),
+            )
+            try:
+                groups.append(_create_gloo(options, {"interface": interface, "device": _shared_device(interface)}))
+            except RuntimeError as e:
+                raise transports.as_network_error(e, "control", ranks, transport, self.node.node, interface) from e
+        self.control_tree = ControlTree(self.rank, groups) if groups else None
 
     @property
     def _nccl_timeout_s(self) -> float:
@@ -212,19 +242,3 @@ def device(local_rank: int, cuda: bool) -> torch.device:
     number = local_rank % torch.cuda.device_count()
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
-
-
-def check_devices(device: torch.device, rank: int, store: dist.Store, node_of_rank: Sequence[NodeTransports]) -> None:
-    """Raise PlanError on every rank if two ranks have the same GPU, which NCCL reports without naming the ranks."""
-    if device.type != "cuda":
-        return
-    own_uuid = str(torch.cuda.get_device_properties(device).uuid)
-    uuids, owners = exchange(store, "device", rank, range(len(node_of_rank)), own_uuid), dict[tuple[str, str], int]()
-    hint = (
-        "start one task per GPU: set --ntasks-per-node and --gpus-per-node to the same number (--gpus-per-task hides"
-        " the GPUs of other tasks, which may disable NVLink)"
-    )
-    for peer, (node, uuid) in enumerate(zip(node_of_rank, uuids, strict=True)):
-        owner = owners.setdefault((node.node, uuid), peer)
-        problem = f"ranks {owner} and {peer} have the same GPU"
-        PlanError.refuse(f"node {node.node}", (owner != peer, problem, hint))

@@ -10,15 +10,14 @@ import contextlib
 import errno
 import json
 import os
+import random
 import re
 import time
-import zlib
-from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch.distributed as dist
@@ -26,14 +25,15 @@ import torch.distributed as dist
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.records.files import write_whole
 from holmes_hpc.records.ownership import is_own
-from holmes_hpc.slurm.hostlist import compress
 from holmes_hpc.training.network import authentication
 from holmes_hpc.training.network.filtered_listener import FilteredListener, listening_socket
 from holmes_hpc.training.rank.launch import Launch
 from holmes_hpc.training.rank.log import log_line
 
 POLL_S = 0.05
+POLLS_PER_S = 4000  # of the run directory, by all ranks of a large run together
 CONNECT_TIMEOUT_S = 20.0  # limit of connecting to a published address, where rank 0 already listens
+RANKS_PER_S = 500  # ranks of a large run spread their first attempts; rank 0 can admit more
 OWNER_ONLY = 0o600
 PORT_TRIES = 10  # attempts to find a port that is free at the addresses of the store and of the proxy
 _open_servers: list[object] = []  # must live as long as this process
@@ -66,7 +66,7 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     Raise NetworkError if the address cannot be used."""
     secret = authentication.new_secret()
     try:
-        listener, server, proxy = _start_servers(address, secret)
+        listener, server, proxy = _start_servers(address, secret, _greeting_s(launch))
         store = _tcp_store(
             proxy.address, listener.port, launch, timeout_s, is_master=True, listen_fd=os.dup(listener.socket.fileno())
         )
@@ -88,17 +88,23 @@ def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeou
     return store
 
 
+def _greeting_s(launch: Launch) -> float:
+    """Return the limit of a greeting. In a large run, rank 0 may be busy with those of other ranks."""
+    return max(authentication.TIMEOUT_S, 2 * launch.world_size / RANKS_PER_S)
+
+
 def _start_servers(
-    address: str, secret: bytes
+    address: str, secret: bytes, greeting_s: float
 ) -> tuple[FilteredListener, authentication.AuthenticationServer, authentication.LoopbackProxy]:
     """Return the store's listener, its authentication server, and a proxy with the listener's port.
     Rank 0's TCPStore uses one port number both to listen and to connect, and it connects to the proxy. If the proxy
     cannot have the listener's port, try another listener."""
     for tries_left in reversed(range(PORT_TRIES)):
         listener = FilteredListener(address, authentication.packet_key(secret))
-        server = authentication.AuthenticationServer(address, secret, listener)
+        server = authentication.AuthenticationServer(address, secret, listener, greeting_s)
+        connect = partial(authentication.connect, address, server.port, secret)
         try:
-            return listener, server, authentication.LoopbackProxy(address, server.port, secret, listener.port)
+            return listener, server, authentication.LoopbackProxy(connect, own_port=listener.port)
         except OSError as e:
             server.close()
             listener.close()
@@ -154,7 +160,9 @@ def join_store(
     published address. If rank 0 published an error, raise this error.
     """
     path, deadline = published_path(run_dir, launch), time.monotonic() + timeout_s
-    published, problem = None, ""
+    spread_s = launch.world_size / RANKS_PER_S
+    connect_s, greeting_s = max(CONNECT_TIMEOUT_S, 6 * spread_s), _greeting_s(launch)
+    published, problem, pause_s = None, "", POLL_S
     while time.monotonic() < deadline:
         published = read_published(path)
         if published is not None:
@@ -164,24 +172,26 @@ def join_store(
                 problem = f"Connection refused: rank 0 failed: {published.error}"
                 raise error_type(problem, where=f"rendezvous on {launch.node}")
             if not problem:  # the first attempt to connect
-                deadline = min(deadline, time.monotonic() + CONNECT_TIMEOUT_S)
+                deadline = min(deadline, time.monotonic() + connect_s)
+                time.sleep(random.uniform(0, spread_s if spread_s > 1 else 0))
             try:
-                secret = bytes.fromhex(published.secret)
-                # TCPStore waits long for a server that it cannot reach, and gives no reason; so try the server first.
-                authentication.verify_server(published.address, published.port, secret, min(5.0, timeout_s))
-                proxy = authentication.LoopbackProxy(published.address, published.port, secret)
+                target = published.address, published.port, bytes.fromhex(published.secret)
+                connect = partial(authentication.connect, *target, min(greeting_s, timeout_s))
+                # TCPStore waits long for a server that it cannot reach, and gives no reason; so connect before.
+                proxy = authentication.LoopbackProxy(connect, [connect()])
                 _open_servers.append(proxy)
                 return _tcp_store(proxy.address, proxy.port, launch, timeout_s, is_master=False)
             except (OSError, RuntimeError, ValueError) as e:  # not started yet, or gone: rank 0 may replace the file
                 problem = _reason(e)
-        time.sleep(POLL_S)
+        pause_s = max(POLL_S, min(pause_s * 1.5, launch.world_size / POLLS_PER_S))
+        time.sleep(pause_s * random.uniform(0.5, 1))
     if published is None:
         what = f"rank 0 did not publish {path} within {timeout_s:.0f} s"
         hint = "look at the log of rank 0; the run directory must be on a file system that all nodes share"
     else:
         store = f"rank 0's store at {published.address}:{published.port} on {published.host}"
         over_interface = f" over {interface}" if interface else ""
-        limit_s = min(CONNECT_TIMEOUT_S, timeout_s)
+        limit_s = min(connect_s, timeout_s)
         what = f"{store} cannot be reached{over_interface} within {limit_s:.0f} s ({problem})"
         hint = "check the Ethernet interfaces of both nodes, their subnet and firewalls between them"
     raise NetworkError(what, where=f"rank {launch.rank} on {launch.node}", hint=hint)
@@ -208,48 +218,6 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
         problem = f"cannot {'listen on' if hosts_store else 'reach'} {launch.address}:{launch.port}: {_reason(e)}"
         hint = "check MASTER_ADDR and MASTER_PORT, and that rank 0 runs"
         raise NetworkError(problem, where=f"rank {launch.rank} on {launch.node}", hint=hint) from e
-
-
-def exchange(
-    store: dist.Store,
-    name: str,
-    member: Any,
-    members: Sequence[Any],
-    value: Any,
-    *,
-    where: str = "rendezvous",
-    kind: str = "ranks",
-    timeout_s: float | None = None,
-) -> list[Any]:
-    """Publish this member's `value`, and return all members' values as plain data, in the order of `members`.
-
-    `members`: the ranks or nodes, each of which calls this function; `kind`: ``ranks`` or ``nodes``, for messages. The
-    last member to call it puts all values into one compressed entry, so that N members make N reads instead of N².
-    Raise NetworkError that names the members missing after `timeout_s` (None: the store's timeout). If a member stored
-    an error in place of the values (:func:`set_outcome`), raise this error.
-    """
-    store.set(f"{name}/{member}", msgspec.json.encode(value).decode())
-    if store.add(f"{name}/count", 1) == len(members):
-        texts = store.multi_get([f"{name}/{m}" for m in members])
-        set_outcome(store, name, [json.loads(text) for text in texts])
-    timeout = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
-    try:
-        store.wait([f"{name}/all"], *timeout)
-    except (RuntimeError, TimeoutError) as e:
-        missing = compress(str(m) for m in members if not store.check([f"{name}/{m}"]))
-        problem = f"{kind} {missing} did not join" if missing else "the store did not answer"
-        problem += "" if timeout_s is None else f" within {timeout_s:g} s"
-        hint = "look at their logs; they started late, died, or cannot reach rank 0"
-        raise NetworkError(problem, where=where, hint=hint) from e
-    values = json.loads(zlib.decompress(b64decode(store.get(f"{name}/all"))))
-    if isinstance(values, dict):
-        raise NetworkError(**values)
-    return list(values)
-
-
-def set_outcome(store: dist.Store, name: str, values: Sequence[Any] | Mapping[str, str]) -> None:
-    """End the exchange `name`: with all members' values, or with the arguments of the NetworkError that all raise."""
-    store.set(f"{name}/all", b64encode(zlib.compress(json.dumps(values).encode())).decode())
 
 
 def unpublish(run_dir: Path, launch: Launch) -> None:

@@ -197,6 +197,15 @@ def memory_problem(free: int, total: int, needed: float, where: str) -> PlanErro
     return PlanError(problem, where=where, hint=hint_too_small if total < MIN_FREE * needed else hint_in_use)
 
 
+def shared_gpu(rank: int, other_rank: int, node: str) -> dict[str, str]:
+    """Return the arguments of the error that two ranks of `node` have the same GPU."""
+    hint = (
+        "start one task per GPU: set --ntasks-per-node and --gpus-per-node to the same number (--gpus-per-task hides"
+        " the GPUs of other tasks, which may disable NVLink)"
+    )
+    return {"what": f"ranks {rank} and {other_rank} have the same GPU", "where": f"node {node}", "hint": hint}
+
+
 def use_cuda(device: str, plan: Plan) -> bool:
     """Return whether to train on CUDA. Raise ConfigError if ``train.device=cuda`` and there is no CUDA device.
 

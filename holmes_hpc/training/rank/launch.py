@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from holmes_hpc.errors import PlanError, RunFailed, counted
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.slurm.hostlist import expand
 
@@ -126,6 +127,15 @@ def check_launch(launch: Launch, plan: Plan) -> int:
     is_elsewhere = launch.components and len(plan.components) > 1 and component not in launch.components
     PlanError.refuse(f"node {launch.node}", (is_elsewhere, problem, hint))
     return component
+
+
+def ranks_of_nodes(launch: Launch, plan: Plan, environ: Mapping[str, str] = os.environ) -> dict[str, tuple[int, ...]]:
+    """Return the ranks of each node by the node's name, in the order of first ranks. srun starts ranks in the order of
+    the job's nodes. Under other launchers, names are numbers."""
+    ranks = [of_node for _, of_node in grouped((not launch.one_host and p, r) for r, p in enumerate(plan.places))]
+    names = job_nodes(environ) if launch.launcher == "srun" else []
+    names = names if len(names) == len(ranks) else [f"node {i}" for i in range(len(ranks))]
+    return dict(zip(names, map(tuple, ranks), strict=True))
 
 
 def _number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:

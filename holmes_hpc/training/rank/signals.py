@@ -3,6 +3,7 @@
 import signal
 import threading
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -54,14 +55,15 @@ class ControlAllReduce:
     All ranks read the result after the passes of that next step, so they all stop after the same step.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, tree: Any = None) -> None:
+        """`tree`: the control tree of a large run, which replaces the `group` of all ranks."""
+        self._all_reduce = partial(dist.all_reduce, group=group, async_op=True) if tree is None else tree.all_reduce
         self._pending: tuple[torch.Tensor, Any] | None = None
 
     def start(self, *, stop: bool, writing: bool, copying: bool) -> None:
         """Start the all-reduce of this step's flags."""
         flags = torch.tensor([int(stop), int(writing), int(copying)])
-        self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = flags, self._all_reduce(flags, dist.ReduceOp.MAX)
 
     def wait(self) -> None:
         """Wait for the all-reduce in progress, if any, and keep its result for :meth:`finish`."""

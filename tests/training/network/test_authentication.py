@@ -22,13 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from holmes_hpc.training.network import authentication
-from holmes_hpc.training.network.authentication import (
-    AuthenticationError,
-    AuthenticationServer,
-    LoopbackProxy,
-    connect,
-    verify_server,
-)
+from holmes_hpc.training.network.authentication import AuthenticationError, AuthenticationServer, LoopbackProxy, connect
 from holmes_hpc.training.network.filtered_listener import FilteredListener, filter_program, listening_socket
 
 HERE = "127.0.0.1"
@@ -76,9 +70,6 @@ def test_only_a_client_that_knows_the_secret_is_admitted(server: AuthenticationS
         accepted.close()
     with pytest.raises(AuthenticationError, match="another process answers"):
         connect(HERE, server.port, authentication.new_secret())
-    with pytest.raises(AuthenticationError, match="another process answers"):
-        verify_server(HERE, server.port, b"")
-    verify_server(HERE, server.port, server.secret)
     assert is_blocked(server.listener.port)
 
 
@@ -162,7 +153,7 @@ def test_the_filter_is_attached_before_the_socket_listens(monkeypatch: pytest.Mo
 
 def test_a_proxy_serves_only_its_own_process(server: AuthenticationServer, monkeypatch: pytest.MonkeyPatch) -> None:
     rank_0_store = start_store(server)
-    proxy = LoopbackProxy(HERE, server.port, server.secret)
+    proxy = proxy_of(server)
     store = dist.TCPStore(proxy.address, proxy.port, 1, is_master=False, timeout=timedelta(seconds=10))
     store.set("a", "b")
     assert store.clone().get("a") == b"b"
@@ -172,8 +163,12 @@ def test_a_proxy_serves_only_its_own_process(server: AuthenticationServer, monke
         assert connection.recv(1) == b""
 
 
+def proxy_of(server: AuthenticationServer, **options: Any) -> LoopbackProxy:
+    return LoopbackProxy(lambda: connect(HERE, server.port, server.secret), **options)
+
+
 def start_store(server: AuthenticationServer) -> dist.TCPStore:
-    proxy = LoopbackProxy(HERE, server.port, server.secret, server.listener.port)
+    proxy = proxy_of(server, own_port=server.listener.port)
     return dist.TCPStore(
         proxy.address,
         server.listener.port,
@@ -207,7 +202,7 @@ with socket.create_connection(sys.argv[1].split()) as proxy:
 
 @pytest.mark.integration
 def test_a_proxy_answers_no_other_process_of_this_machine(server: AuthenticationServer) -> None:
-    proxy = LoopbackProxy(HERE, server.port, server.secret)
+    proxy = proxy_of(server)
     command = [sys.executable, "-S", "-c", OTHER_PROCESS, f"{proxy.address} {proxy.port}"]
     subprocess.run(command, check=True, timeout=60)
 

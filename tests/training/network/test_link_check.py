@@ -11,10 +11,10 @@ import pytest
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.fabric.finding import Finding
 from holmes_hpc.training.network import link_sockets
+from holmes_hpc.training.network.exchange import exchange
 from holmes_hpc.training.network.link_check import Limits, await_link_check, run_link_check
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, Endpoint, LinkReport, NodeInformation
 from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
-from holmes_hpc.training.network.rendezvous import exchange
 
 # Long waits for a busy machine; the rates below are far under any loopback's.
 LIMITS = Limits(join_s=30, connect_s=3, sample_s=0.05, repeat_s=0.05)

@@ -3,7 +3,6 @@
 The CPU build of torch has no ProcessGroupNCCL: there a stand-in shows the options, but not that NCCL accepts them.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -22,14 +21,13 @@ from sites import two_clusters
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Site
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, Transport
 from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.training.network import process_groups
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.process_groups import Groups, check_devices, device, nccl_options
+from holmes_hpc.training.network.process_groups import Groups, device, nccl_options
 
 NAMES = [
     (TCP, "Socket"),
@@ -128,22 +126,6 @@ def test_a_rank_uses_its_own_gpu_also_if_slurm_hides_the_others(
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
     assert [device(local, cuda=True).index for local in range(4)] == numbers == devices
     assert device(3, cuda=False).type == "cpu"
-
-
-def test_two_ranks_with_the_same_gpu_are_a_plan_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = [SimpleNamespace(node=name) for name in ("a", "a", "b", "b")]
-
-    def check(uuids: list[str]) -> None:
-        store = dist.HashStore()
-        for rank, uuid in enumerate(uuids):
-            store.set(f"device/{rank}", json.dumps(uuid))
-        store.add("device/count", len(uuids) - 1)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda d: SimpleNamespace(uuid=uuids[3]))
-        check_devices(torch.device("cuda", 0), 3, store, nodes)  # type: ignore[arg-type]
-
-    check(["x", "y", "x", "y"])
-    with pytest.raises(PlanError, match=r"node b: ranks 2 and 3 have the same GPU; start one task per GPU"):
-        check(["x", "y", "z", "z"])
 
 
 @pytest.mark.integration
