@@ -5,19 +5,19 @@ from typing import Annotated
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, app
+from holmes_hpc.cli.app import app
+from holmes_hpc.cli.options import Json
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.extras import need
 
 group = typer.Typer(no_args_is_help=True, help="Prepare data sets.")
 app.add_typer(group, name="data")
+_FILES = "Files, or folders of them."
 
 
 @group.command("prepare")
 def data_prepare(
-    files: Annotated[
-        list[str] | None, typer.Argument(metavar="FILES...", help="Files, or folders of them.", show_default=False)
-    ] = None,
+    files: Annotated[list[str] | None, typer.Argument(metavar="FILES...", help=_FILES, show_default=False)] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="PREFIX", help="Path of .bin and .idx.")] = "",
     tokenizer: Annotated[str | None, typer.Option(metavar="FILE", help="Hugging Face tokenizer.json. [bytes]")] = None,
     json_key: Annotated[str, typer.Option(help="Key of the text in JSONL or Parquet.")] = "text",

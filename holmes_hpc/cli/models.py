@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, app
+from holmes_hpc.cli.app import app
+from holmes_hpc.cli.options import Json
 from holmes_hpc.config.models import BATCHES, MODELS
 from holmes_hpc.extras import need
 from holmes_hpc.records.find import find_run

@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import (
-    Earliest,
-    Explain,
-    Json,
-    Overrides,
-    Tokens,
-    app,
-    check_output,
-    command_with_keys,
-    load_site,
-    note_partition_limits,
-    requested_steps,
-    show_plan,
-    with_options,
-)
+from holmes_hpc.cli.app import app, check_output, load_site, note_partition_limits, requested_steps, show_plan
+from holmes_hpc.cli.options import Earliest, Explain, Json, Overrides, Tokens, command_with_keys, with_options
 from holmes_hpc.config.composition import load, with_flags
 from holmes_hpc.config.configuration import Configuration
 from holmes_hpc.errors import ConfigError, counted
@@ -44,8 +31,8 @@ if TYPE_CHECKING:
 # Overrides for the short run of `holmes calibrate`. The user's overrides come after them and win.
 CALIBRATION: tuple[str, ...] = ("train.measure=true", "train.steps=10", "slurm.timeout_min=15", "plan.recompute=none")
 CALIBRATION += ("plan.schedule=1f1b",)
-
-
+_LEARN = "Correct compute and network costs by these runs."
+_OUTPUT = "Write the measurements here."
 _SECONDS = "Limit the search to S seconds. The plan shows how much a full search could gain."
 
 
@@ -59,9 +46,7 @@ def plan(
     earliest: Earliest = False,
     seconds: Annotated[float | None, typer.Option(metavar="S", help=_SECONDS)] = None,
     tokens: Tokens = None,
-    learn: Annotated[
-        str | None, typer.Option(metavar="RUNS", help="Correct compute and network costs by these runs.")
-    ] = None,
+    learn: Annotated[str | None, typer.Option(metavar="RUNS", help=_LEARN)] = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -123,9 +108,7 @@ def calibrate(
     *,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    output: Annotated[
-        str, typer.Option("-o", "--output", metavar="FILE", help="Write the measurements here.")
-    ] = "calibration.yaml",
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE", help=_OUTPUT)] = "calibration.yaml",
     json: Json = False,
 ) -> None:
     """Measure layers and links in a short job. It uses two nodes of each pool; plan and predict read its file.

@@ -12,19 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import (
-    Explain,
-    Json,
-    Overrides,
-    Tokens,
-    app,
-    check_output,
-    command_with_keys,
-    is_file_argument,
-    requested_steps,
-    show_plan,
-    with_options,
-)
+from holmes_hpc.cli.app import app, check_output, is_file_argument, requested_steps, show_plan
+from holmes_hpc.cli.options import Explain, Json, Overrides, Tokens, command_with_keys, with_options
 from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, Flag, quoted, to_override_text
@@ -63,34 +52,27 @@ class _SoftwareFlag(Flag):
         return super().value(_FP8.get(text, text) if self.key == "fp8" else text)
 
 
-_SOFTWARE_KEYS = ["attention", "fused_norm", "fused_wgrad", "overlap_tp", "aligned_gather", "fp8", "expert_imbalance"]
-_SOFTWARE_KEYS += ["sharding", "instances", "recompute_parts", "recompute_layers"]
-_SOFTWARE_FLAGS = [_SoftwareFlag("--" + key.replace("_", "-"), key) for key in _SOFTWARE_KEYS]
-SOFTWARE_FLAGS = {flag.name: flag for flag in _SOFTWARE_FLAGS}
+_SOFTWARE_NAMES = ["--attention", "--fused-norm", "--fused-wgrad", "--overlap-tp", "--aligned-gather", "--fp8"]
+_SOFTWARE_NAMES += ["--expert-imbalance", "--sharding", "--instances", "--recompute-parts", "--recompute-layers"]
+SOFTWARE_FLAGS = {name: _SoftwareFlag(name, name[2:].replace("-", "_")) for name in _SOFTWARE_NAMES}
+_PLAN = "A file of `holmes plan -o`, in place of a layout."
+_MODEL_FILE = "A config.json of Hugging Face, in place of --model."
+_MEGATRON_ARGS = "Predict for these arguments of Megatron-LM (docs/from-megatron.md)."
+_TRACE = "Write the simulated timeline here (Perfetto)."
 
 
 @app.command(cls=command_with_keys("plan"))
 @with_options(more=SOFTWARE_FLAGS)
 def predict(
     *,
-    plan_path: Annotated[
-        str | None,
-        typer.Argument(metavar="PLAN", show_default=False, help="A file of `holmes plan -o`, in place of a layout."),
-    ] = None,
+    plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", show_default=False, help=_PLAN)] = None,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    model_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A config.json of Hugging Face, in place of --model.")
-    ] = None,
-    megatron_args: Annotated[
-        str | None,
-        typer.Option(metavar="FILE|ARGS", help="Predict for these arguments of Megatron-LM (docs/from-megatron.md)."),
-    ] = None,
+    model_file: Annotated[str | None, typer.Option(metavar="FILE", help=_MODEL_FILE)] = None,
+    megatron_args: Annotated[str | None, typer.Option(metavar="FILE|ARGS", help=_MEGATRON_ARGS)] = None,
     gpu: Annotated[str | None, typer.Option(help="GPU kind of every pool. [the site's]")] = None,
     tokens: Tokens = None,
-    trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write the simulated timeline here (Perfetto).")
-    ] = None,
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help=_TRACE)] = None,
     explain: Explain = False,
     json: Json = False,
 ) -> None:
@@ -172,9 +154,8 @@ class _Software:
         problem, hint = "it requires TP above 1 with sequence parallelism", "give --tp and --sequence-parallel too"
         ConfigError.refuse("--overlap-tp", (needs_tp, problem, f"{hint}, or leave it out"))
         needs_overlap = fields.get("aligned_gather") and not config.train.overlap_param_gather
-        ConfigError.refuse(
-            "--aligned-gather", (needs_overlap, "it requires --overlap-param-gather yes", "leave one of them out")
-        )
+        problem, hint = "it requires --overlap-param-gather yes", "leave one of them out"
+        ConfigError.refuse("--aligned-gather", (needs_overlap, problem, hint))
         if fields.get("sharding") in ("none", "optimizer"):  # the plan expresses these two
             del fields["sharding"]
         return request.costs(config, plan, fields)
@@ -252,9 +233,8 @@ def _replicas(plan: PlanOptions, cp: int, site: Site) -> int:
     """Return `plan.dp` if it is set; otherwise the data-parallel size that uses all GPUs of the nodes in `plan.nodes`,
     or of the site. Raise ConfigError if TP x PP x CP does not divide the number of these GPUs."""
     nodes = plan.nodes or {pool.name: pool.nodes for pool in site.pools}
-    gpus = sum(
-        (n or p.nodes) * (plan.gpus_per_node or p.gpus_per_node) for k, n in nodes.items() for p in [site.pool(k)]
-    )
+    pools = [(site.pool(name), count) for name, count in nodes.items()]
+    gpus = sum((count or pool.nodes) * (plan.gpus_per_node or pool.gpus_per_node) for pool, count in pools)
     size = (plan.tp or 1) * (plan.pp or 1) * cp
     message = f"TP x PP x CP is {size}, which does not divide {gpus} GPUs"
     ConfigError.refuse("predict", (not plan.dp and gpus % size, message, "choose the nodes by --nodes, or give --dp"))

@@ -9,19 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import (
-    Earliest,
-    Elastic,
-    Json,
-    Overrides,
-    Run,
-    app,
-    check_output,
-    command_with_keys,
-    is_file_argument,
-    note_partition_limits,
-    with_options,
-)
+from holmes_hpc.cli.app import app, check_output, is_file_argument, note_partition_limits
+from holmes_hpc.cli.options import Earliest, Elastic, Json, Overrides, Run, command_with_keys, with_options
 from holmes_hpc.cli.submission_steps import check_inputs, create_and_submit, note_requeues, plan_run, submit_run
 from holmes_hpc.config.composition import with_flags
 from holmes_hpc.config.configuration import recorded
@@ -44,6 +33,10 @@ from holmes_hpc.submission.sweeps.sweep_table import is_sweep
 from holmes_hpc.submission.templates import plan_script
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
+_PLAN = "A file of `holmes plan -o`."
+_DRY_RUN = "Print a batch script for sbatch; submit nothing."
+_TEMPLATE = "Write that script here; submit nothing."
+_TRACE = "Also write a run's timeline here, for Perfetto."
 _TEST = "Ask Slurm when the job could start, and check limits. Else check only that each component fits."
 
 
@@ -51,17 +44,11 @@ _TEST = "Ask Slurm when the job could start, and check limits. Else check only t
 @with_options("--site")
 def submit(
     *,
-    plan_path: Annotated[
-        str | None, typer.Argument(metavar="PLAN", help="A file of `holmes plan -o`.", show_default=False)
-    ] = None,
+    plan_path: Annotated[str | None, typer.Argument(metavar="PLAN", help=_PLAN, show_default=False)] = None,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print a batch script for sbatch; submit nothing.")
-    ] = False,
-    template: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write that script here; submit nothing.")
-    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help=_DRY_RUN)] = False,
+    template: Annotated[str | None, typer.Option(metavar="FILE", help=_TEMPLATE)] = None,
     test: Annotated[bool, typer.Option("--test/--no-test", help=_TEST)] = True,
     elastic: Elastic = False,
     json: Json = False,
@@ -236,9 +223,7 @@ def remove(
 def report(
     runs: Annotated[list[str], typer.Argument(metavar="RUN...")],
     html: Annotated[str | None, typer.Option(metavar="FILE", help="Also write an HTML report here.")] = None,
-    trace: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Also write a run's timeline here, for Perfetto.")
-    ] = None,
+    trace: Annotated[str | None, typer.Option(metavar="FILE", help=_TRACE)] = None,
     by: Annotated[str, typer.Option(help="Rank several runs by throughput or by loss.")] = "throughput",
     json: Json = False,
 ) -> None:

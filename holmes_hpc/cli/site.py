@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, Overrides, app, check_output, load_site, with_options
+from holmes_hpc.cli.app import app, check_output, load_site
+from holmes_hpc.cli.options import Json, Overrides, with_options
 from holmes_hpc.config.composition import with_flags
 from holmes_hpc.errors import SiteError, counted
 from holmes_hpc.fabric import doctor as checks
@@ -25,6 +26,7 @@ from holmes_hpc.records.files import write_whole
 if TYPE_CHECKING:
     from holmes_hpc.config.configuration import Configuration
 
+_ASK_NODES = "Also run a short job on idle nodes of each partition."
 Vocabulary = Annotated[str | None, typer.Option(metavar="FILE", help="The site's file of node features.")]
 
 
@@ -158,9 +160,7 @@ def doctor(
     *,
     overrides: Overrides = None,
     flags: Mapping[str, Any],
-    ask_nodes: Annotated[
-        bool, typer.Option("--ask-nodes/--no-ask-nodes", help="Also run a short job on idle nodes of each partition.")
-    ] = True,
+    ask_nodes: Annotated[bool, typer.Option("--ask-nodes/--no-ask-nodes", help=_ASK_NODES)] = True,
     script: Annotated[list[str] | None, typer.Option(metavar="FILE", help="Also check this batch script.")] = None,
     json: Json = False,
 ) -> None:

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, Run, app
+from holmes_hpc.cli.app import app
 from holmes_hpc.cli.live_status import COLUMNS, cells
 from holmes_hpc.cli.live_status import watch as watch_runs
+from holmes_hpc.cli.options import Json, Run
 from holmes_hpc.errors import ConfigError, HolmesError, counted
 from holmes_hpc.records.find import find_run, last_change, recent_runs, runs_root
 from holmes_hpc.records.logs import follow_logs, logged_warnings, tail

@@ -145,8 +145,7 @@ def create_and_submit(
 
 def submit_run(plan: Plan, run: RunDirectory, config: Configuration, test: bool = True) -> Job:
     """Submit a run to Slurm, or start its ranks on this machine with the local launcher. Return the run's job.
-    `test`: ask Slurm when the job could start, print the answer on stderr, and check Slurm's limits; if False, check
-    only that each component fits."""
+    `test`: note when the job could start, and check Slurm's limits; if False, check only that each component fits."""
     planned = PlannedJob(plan, config.to_dict(), run_rank, config.slurm)
     if config.local:
         return run_plan_locally(planned, run.path)

@@ -6,11 +6,13 @@ from typing import Annotated
 import typer
 
 from holmes_hpc import console
-from holmes_hpc.cli.app import Json, app
+from holmes_hpc.cli.app import app
+from holmes_hpc.cli.options import Json
 from holmes_hpc.testbed import testbed
 
 group = typer.Typer(no_args_is_help=True, help="Run a real Slurm with shaped NICs on this machine.")
 app.add_typer(group, name="testbed")
+_SOURCE = "Source of Slurm, which is built once."
 
 
 @group.command("up")
@@ -18,9 +20,7 @@ def testbed_up(
     topology: Annotated[str | None, typer.Argument(metavar="[FILE]", show_default=False)] = None,
     release: Annotated[str | None, typer.Option(help="Debian release of its Slurm: bookworm or trixie.")] = None,
     slurm: Annotated[str | None, typer.Option(metavar="PREFIX", help="Prefix of an installed Slurm.")] = None,
-    slurm_source: Annotated[
-        str | None, typer.Option(metavar="DIR|TARBALL", help="Source of Slurm, which is built once.")
-    ] = None,
+    slurm_source: Annotated[str | None, typer.Option(metavar="DIR|TARBALL", help=_SOURCE)] = None,
 ) -> None:
     """Start the testbed, unless it runs already.
 
