@@ -14,10 +14,8 @@ COLUMNS = ["attempt", "nodes", "loaded", "first step", "steps again", "s without
 
 
 def attempts_tables(run: RunDirectory) -> list[Table]:
-    """Return the table of the attempts of a run with several; none for other runs.
-
-    `steps again`: steps that earlier attempts had made; `s without a step`: from the last step of the attempt before to
-    the end of the first step of this one."""
+    """Return the table of the attempts of a run with several; none for other runs. `steps again`: steps that earlier
+    attempts had made; `s without a step`: from the last step before the attempt to the end of its first step."""
     attempts = [attempt if isinstance(attempt, dict) else {} for attempt in run.read_run()["attempts"]]
     if len(attempts) < 2:
         return []

@@ -2,9 +2,8 @@
 
 The values come from results/loading: run_row.py sets those of runs, steps.py of steps, and loader.py of stages.
 
-Missing texts are None, missing numbers NaN. The keys of a configuration, of labels and of NIC counters differ from run
-to run. So each of these mappings becomes a family of columns, whose names are a prefix and a key (`config.train.lr`,
-`tx_bytes_ib-a`)."""
+Missing texts are None, missing numbers NaN. The keys of a configuration, of labels and of NIC counters differ between
+runs. So each of these mappings becomes a family of columns, named by a prefix and a key (`config.train.lr`)."""
 
 from __future__ import annotations
 
@@ -39,9 +38,7 @@ RUN_COLUMNS, STEP_COLUMNS, STAGE_COLUMNS = map(_columns, ("runs", "steps", "stag
 
 class Family(NamedTuple):
     """A family of columns of the table of runs, with one column for each key that any run has.
-
-    `prefix`: start of the columns' names, followed by the key; `keys`: placeholder of the keys in the documentation;
-    `meaning`: meaning of the columns; `kind`: pandas type of the columns."""
+    `prefix`: start of the columns' names, before the key; `keys`: the key in the documentation; `kind`: pandas type."""
 
     prefix: str
     keys: str
@@ -83,12 +80,10 @@ def family_columns(name: str, entries: list[dict[str, Any]]) -> dict[str, pd.Ser
 def family_values(row: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return {key: value} of the family `name` in a row of the table of runs, without missing values."""
     prefix = FAMILIES[name].prefix
-    return {
-        key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix) and has_value(value)
-    }
+    return {k.removeprefix(prefix): value for k, value in row.items() if k.startswith(prefix) and has_value(value)}
 
 
-def stage_breakdown(row: Mapping[str, Any]) -> list[dict[str, float]]:
+def stage_parts(row: Mapping[str, Any]) -> list[dict[str, float]]:
     """Return a list with {part of a step: median seconds} of each pipeline stage, from a row of the table of runs."""
     parts = family_values(row, "stage_breakdown")
     stages = 1 + max((int(key.partition(".")[0]) for key in parts), default=-1)

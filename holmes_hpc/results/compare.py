@@ -50,9 +50,8 @@ def _with_columns(runs: pd.DataFrame, **columns: Any) -> pd.DataFrame:
 def with_systems(runs: pd.DataFrame) -> pd.DataFrame:
     """Return `runs` with the columns `system`, `varied` and `sizes`.
 
-    `system`: the run's label `system` if set, otherwise a description of its configuration. `varied`: the overrides
-    that differ between runs and that no other column shows (`train.lr=0.01`). `sizes`: the sizes of the model
-    (`layers=12 hidden=768 …`)."""
+    `system`: the run's label `system` if set, else a description of its configuration. `varied`: the overrides that
+    differ between runs and that no other column shows (`train.lr=0.01`). `sizes`: of the model (`layers=12 …`)."""
     per_run = [_overrides(row) for _, row in entries(runs)]
     all_keys = {key for overrides in per_run for key in overrides}
     differ = sorted(key for key in all_keys if len({overrides.get(key) for overrides in per_run}) > 1)
@@ -94,9 +93,7 @@ def _system(run: Mapping[str, Any]) -> str:
 
 def compare(runs: pd.DataFrame, by: str = "throughput") -> Comparison:
     """Group `runs` (the result of load_runs) into cells. Rank them by throughput or, if `by` is "loss", by loss.
-
-    The step-time interval of a cell with one run shows the variation between steps. The intervals of other cells show
-    the variation between runs."""
+    The interval of a cell with one run shows the variation between steps; other intervals, that between runs."""
     runs = with_systems(runs)
     usable = runs[runs["step_time_s"].notna() & runs["samples_per_s"].notna()]
     groups = usable.groupby(CELL, dropna=False, sort=False, observed=True)
@@ -214,8 +211,7 @@ def with_shares(cells: pd.DataFrame) -> pd.DataFrame:
 
 
 def scaled(cells: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
-    """Return (first cell, all cells) of each system and environment that did the same work on different numbers of
-    nodes."""
+    """Return (first cell, all cells) of each system and environment that did the same work on several node counts."""
     keys = ["system", "varied", "environment", *(name for name in SAME_WORK if name != "nodes")]
     groups = cells[cells["nodes"].notna()].groupby(keys, dropna=False, observed=True, sort=False)
     return [(entries(group)[0][1], group) for _, group in groups if group["nodes"].nunique() > 1]

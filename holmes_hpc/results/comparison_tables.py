@@ -47,9 +47,8 @@ def cell_table(comparison: Comparison, by: str = "throughput") -> Table:
         row["over"] = numbers.get(c["baseline"], NONE) if has_baseline else NONE
         row["predicted"] = format_percent(100 * (c["predicted_step_time_s"] / c["step_time_s"] - 1))
         row |= {"loss": format_number(c["loss"], 4), "validation": format_number(c["validation_loss"], 4)}
-        rows.append(
-            row | {name: f"{c[column]:.1%}" if has_value(c[column]) else NONE for name, column in shares.items()}
-        )
+        row |= {name: f"{c[column]:.1%}" if has_value(c[column]) else NONE for name, column in shares.items()}
+        rows.append(row)
     table = pd.DataFrame(rows)
     is_empty = (table == NONE).all() & table.columns.isin(["speed-up", "over", "predicted", "loss", "validation"])
     names = ("system", "environment: nodes", "layers", "runs")
@@ -98,8 +97,7 @@ def _with_names(title: str, cells: pd.DataFrame, texts: pd.DataFrame, note: str)
 
 
 def incomplete_table(comparison: Comparison) -> Table | None:
-    """Return the table of runs that did not complete or have damaged files, with their errors; None if there are
-    none."""
+    """Return the table of runs that did not complete or have damaged files, with their errors; None without any."""
     runs = comparison.runs
     incomplete = runs[(runs["state"] != "completed") | runs["error"].notna()]
     if incomplete.empty:

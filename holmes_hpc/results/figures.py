@@ -1,7 +1,6 @@
 """Charts of runs and of their steps, readable on phones and in print: hatches and markers repeat what colours show.
 
-Each function takes tables of the loader or of `compare` and returns a matplotlib Figure, which :func:`svg` turns into
-text. Every axis has its unit."""
+Each function takes tables of the loader or of `compare` and returns a matplotlib Figure, which :func:`svg` converts."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -73,10 +72,8 @@ def _bars(
     title: str,
 ) -> Figure:
     """Draw horizontal bars from top to bottom, each below its label, so that long labels need no margin.
-
-    `labels`: the label of each bar; `rows`: the lengths of the stacked parts of each bar; `names`: the names of the
-    parts in the legend; `end`: the format of the length after a bar; `bounds`: the interval (low, high) of each bar;
-    `xlabel`, `title`: texts of the axes."""
+    `rows`: lengths of the stacked parts of each bar; `names`: of the parts, for the legend; `end`: format of the length
+    after a bar; `bounds`: interval (low, high) of each bar."""
     has_legend = len(names) > 1
     figure, axes = _axes((1.9 if has_legend else 0.9) + 0.62 * max(1, len(rows)))
     extents = [float(np.nansum(parts)) for parts in rows] + [high for _, high in bounds if has_value(high)]
@@ -104,9 +101,7 @@ def _bars(
 
 def distinct(labels: Sequence[str]) -> list[str]:
     """Return the labels shortened to at most MAX_LABEL characters, but still distinct.
-
-    If any label is longer, the prefix that all labels share is cut. Labels that are still too long lose their
-    middle."""
+    If any label is longer, the prefix that all share is cut. Labels that are still too long lose their middle."""
     if all(len(text) <= MAX_LABEL for text in labels):
         return list(labels)
     common = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
@@ -214,8 +209,7 @@ def predicted_measured(runs: pd.DataFrame) -> Figure:
 def loss(steps: pd.DataFrame, by: str = "step", tokens: Mapping[str, float] | None = None) -> Figure:
     """Draw the loss of every run in `steps`, with validation losses as markers and restarts as vertical lines.
 
-    `by`: the horizontal axis: step, tokens, or time since the run's start (without waits between attempts). `tokens`:
-    {run: tokens per step}."""
+    `by`: the axis: step, tokens, or time (without waits between attempts); `tokens`: {run: tokens per step}."""
     figure, axes = _axes(3.2 + (0.25 * steps["run"].nunique() if steps["run"].nunique() <= 8 else 0))
     for index, (name, run) in enumerate(steps.groupby("run", observed=True, sort=False)):
         progress, style = _progress(run, by, (tokens or {}).get(str(name), 1.0)), _point_style(index)

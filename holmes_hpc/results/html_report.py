@@ -10,7 +10,7 @@ import pandas as pd
 
 from holmes_hpc.errors import RecordError
 from holmes_hpc.results import compare, comparison_text, figures, tables
-from holmes_hpc.results.columns import PARTS, stage_breakdown
+from holmes_hpc.results.columns import PARTS, stage_parts
 from holmes_hpc.results.report import Report
 
 
@@ -77,7 +77,7 @@ def _figures(report: Report) -> Iterator[tuple[str, Any]]:
     if cells.empty:
         return
     if report.single:
-        stages = stage_breakdown(report.run)
+        stages = stage_parts(report.run)
         traffic = tables.traffic(report.run, report.plan)
         if stages:
             names = [f"stage {i}" for i in range(len(stages))]

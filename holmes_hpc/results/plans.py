@@ -36,9 +36,7 @@ def _plan(text: str) -> dict[str, Any]:
 
 def _shaped(value: Any, shape: Any) -> Any:
     """Return `value` without the parts whose types differ from `shape`. A plan edited by hand can have such parts.
-
-    `shape`: the example of this value in SHAPE. None allows any value, because a value without an example is only
-    shown."""
+    `shape`: the example of this value in SHAPE; None: any value is allowed, because it is only shown."""
     if isinstance(shape, dict):
         return {key: _shaped(element, shape.get(key)) for key, element in mapping(value).items()}
     if isinstance(shape, list):
@@ -98,8 +96,7 @@ def environment(nodes: Mapping[str, int], types: Mapping[str, str]) -> str:
     """Return the name of a placement's NIC environment.
 
     It is "one node", the NIC type of a single fabric (IB, RoCE, Ethernet, …), "hybrid" for one IB and one RoCE fabric,
-    or a list for other mixes (`2 x IB`, `IB + RoCE + Ethernet`). `nodes`: {fabric: number of nodes}; `types`: the
-    result of :func:`nic_types`."""
+    or a list for other mixes (`2 x IB`, `IB + RoCE`). `nodes`: {fabric: count}; `types`: from :func:`nic_types`."""
     if sum(nodes.values()) == 1:
         return "one node"
     kinds = [types.get(name, name) for name in nodes]

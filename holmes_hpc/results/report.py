@@ -14,7 +14,7 @@ from holmes_hpc.records.metrics import PART_NAMES, PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import compare, comparison_text, tables
 from holmes_hpc.results.attempts import attempts_tables
-from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_breakdown
+from holmes_hpc.results.columns import FAMILIES, STEP_COLUMNS, family_values, has_value, stage_parts
 from holmes_hpc.results.comparison_tables import comparison_tables
 from holmes_hpc.results.loading.loader import load_runs, load_steps
 from holmes_hpc.results.plans import mapping, read_plan
@@ -76,7 +76,7 @@ class Report:
         data: dict[str, Any] = {"answer": self.answer(), "runs": _records(self.comparison.runs)}
         if self.single:
             data |= {"traffic": tables.traffic(self.run, self.plan), "transports": tables.transports(self.plan)}
-            data["stages"] = stage_breakdown(self.run)
+            data["stages"] = stage_parts(self.run)
             data["setup_tx_bytes"] = family_values(self.run, "setup_tx_bytes")
         else:
             data["cells"] = _records(self.comparison.cells.reset_index(), ("model_spec", *compare.MEDIAN_RUN_FAMILIES))
@@ -205,7 +205,7 @@ def _records(frame: pd.DataFrame, families: Iterable[str] = FAMILIES) -> list[di
                 record[key] = value.isoformat()
             elif not key.startswith(prefixes):
                 record[key] = value.item() if hasattr(value, "item") else value
-        record |= {name: family_values(row, name) for name in families} | {"stage_breakdown": stage_breakdown(row)}
+        record |= {name: family_values(row, name) for name in families} | {"stage_breakdown": stage_parts(row)}
         if "config" in families:
             record["config"] = _config(row)
         rows.append({k: v if has_value(v) else None for k, v in record.items()})

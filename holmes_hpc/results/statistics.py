@@ -22,10 +22,8 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 97.5% quantile of Student
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median and its confidence interval, in the unit of the values.
-
-    `count`: the number of values. If it is too small for an interval with confidence CONFIDENCE, `low` and `high` are
-    NaN."""
+    """The median of `count` values and its interval with confidence CONFIDENCE, in the unit of the values.
+    `low`, `high`: NaN if there are too few values for such an interval."""
 
     median: float
     low: float
@@ -37,10 +35,9 @@ class Estimate:
 def interval_positions(count: int) -> tuple[int, int] | None:
     """Return the positions (from 0), among `count` sorted values, of the two ends of the median's confidence interval.
 
-    The interval contains the median with a probability of at least CONFIDENCE. Return None if there are too few values
-    for such an interval. It makes no assumption on the distribution, because of order statistics (David and Nagaraja
-    2003, 7.1): P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k). Above 1000 values, a normal distribution
-    approximates the binomial."""
+    The interval contains the median with a probability of at least CONFIDENCE, whatever the distribution (order
+    statistics, David and Nagaraja 2003, 7.1): P(X(k+1) <= median <= X(n-k)) = 1 - 2 P(Bin(n, 1/2) <= k). Return None if
+    there are too few values. Above 1000 values, a normal distribution approximates the binomial."""
     tail = (1 - CONFIDENCE) / 2
     if count > 1000:
         k = math.floor(count / 2 - NormalDist().inv_cdf(1 - tail) * math.sqrt(count) / 2) - 1
@@ -63,9 +60,8 @@ def median_interval(values: ArrayLike) -> Estimate:
 def repeats_interval(values: ArrayLike) -> Estimate:
     """Return the median of positive values (a step time or a rate, one per repeated run), with its interval.
 
-    The interval shows the variation between runs. For six runs or more it is computed by order statistics. For two to
-    five runs it is computed by Student's t, assuming that the logarithms of the values are normally distributed. One
-    run has no interval, because it does not show how runs vary."""
+    The interval shows the variation between runs, so one run has none. For six runs or more it comes from order
+    statistics; for two to five runs from Student's t, as if the logarithms of the values were normally distributed."""
     estimate = median_interval(values)
     if estimate.count not in STUDENT:
         return estimate
@@ -106,17 +102,13 @@ def paired_ratios(
 
     `system`: the column that names systems; `baseline`, `candidate`: two of its values. In each session (and each value
     of the columns `within`), the k-th run of one system is paired with the k-th run of the other, in order of start.
-    Drift between sessions cancels; runs without a partner are dropped.
-
-    The table has one row per pair: the columns `within`, `session`, `pair` (k), `baseline` and `candidate` (samples/s),
-    and `ratio`, candidate over baseline."""
+    Drift between sessions cancels; runs without a partner are dropped. The table has one row per pair: the columns
+    `within`, `session`, `pair` (k), `baseline` and `candidate` (samples/s), and `ratio`, candidate over baseline."""
     keys, rate = [*within, "session"], "samples_per_s"
     usable = runs[runs[system].isin([baseline, candidate]) & runs[rate].notna()].sort_values("started", kind="stable")
     rows = []
     for key, group in usable.groupby(keys, dropna=False, sort=True):
         sides = [group[group[system] == side][rate].to_numpy(dtype=float) for side in (baseline, candidate)]
         for index, (b, c) in enumerate(zip(*sides, strict=False)):
-            rows.append(
-                {**dict(zip(keys, key, strict=True)), "pair": index, "baseline": b, "candidate": c, "ratio": c / b}
-            )
+            rows.append((*key, index, b, c, c / b))
     return pd.DataFrame(rows, columns=[*keys, "pair", "baseline", "candidate", "ratio"])

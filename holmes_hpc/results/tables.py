@@ -10,7 +10,7 @@ from holmes_hpc.console import NONE, data_size
 from holmes_hpc.errors import counted
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.records.metrics import PART_NAMES, PARTS
-from holmes_hpc.results.columns import family_values, has_value, stage_breakdown
+from holmes_hpc.results.columns import family_values, has_value, stage_parts
 from holmes_hpc.results.plans import NIC_WORDS, nic_types
 from holmes_hpc.results.statistics import percentage_errors
 from holmes_hpc.tables import read_table
@@ -101,10 +101,8 @@ def throughput(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
 def _figure(
     name: str, value: Any, predicted: Any, bounds: tuple[Any, Any] = (None, None), hide_error: bool = False
 ) -> list[str]:
-    """Return a row of :func:`throughput`. `bounds`: lower and upper end of the interval.
-
-    `hide_error`: leave out the prediction error. It is set for rates whose error would have the opposite sign of the
-    step time's error."""
+    """Return a row of :func:`throughput`. `bounds`: lower and upper end of the interval. `hide_error`: leave out the
+    prediction error, for rates: it would have the opposite sign of the step time's error."""
     error = float(percentage_errors([predicted], [value])[0]) if has_value(predicted) and has_value(value) else math.nan
     error_text = "" if hide_error else format_percent(error)
     return [name, format_number(value), format_interval(*bounds), format_number(predicted), error_text]
@@ -118,7 +116,7 @@ def stages(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     """Return the table of each pipeline stage's step time: each part in seconds and as a share of the step."""
     plan_stages, types, step_s = plan.get("stages") or [], nic_types(plan), run["step_time_s"]
     rows = []
-    for index, parts in enumerate(stage_breakdown(run)):
+    for index, parts in enumerate(stage_parts(run)):
         plan_stage = plan_stages[index] if index < len(plan_stages) else {}
         fabric = str(plan_stage.get("fabric", NONE))
         known = {p: parts[p] for p in PARTS if step_s and has_value(parts.get(p))}

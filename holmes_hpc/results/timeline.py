@@ -19,21 +19,15 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.untrusted import MAX_LINES_BYTES, from_json, read_file
 from holmes_hpc.results.plans import integer
 
-TYPES = {
-    **dict.fromkeys(("rank", "step", "stage"), "int64"),
-    "kind": "object",
-    "micro_batch": "float64",
-    "chunk": "int64",
-    **dict.fromkeys(("start_s", "end_s", "held"), "float64"),
-}
+TYPES = {"rank": "int64", "step": "int64", "stage": "int64", "kind": "object", "micro_batch": "float64"}
+TYPES |= {"chunk": "int64", "start_s": "float64", "end_s": "float64", "held": "float64"}
 
 
 def read_trace(run: RunDirectory) -> pd.DataFrame:
     """Return one row per event of every rank, in order of rank and start; no rows without a trace.
 
-    Columns: `rank, step, stage, kind, micro_batch, chunk, start_s, end_s` (Unix seconds), `held` (number of forward
-    passes whose activations the stage held). Broken lines are skipped, and so are steps that a later attempt repeated.
-    Raise RecordError if a file cannot be read."""
+    Columns: TYPES, with `start_s`, `end_s` in Unix seconds and `held`, the number of forward passes whose activations
+    the stage held. Skip broken lines and steps repeated by a later attempt. Raise RecordError for unreadable files."""
     rows: list[dict[str, Any]] = []
     for path in sorted(run.trace.glob("rank-*.jsonl")):
         rank = integer(path.stem.removeprefix("rank-"))
@@ -73,10 +67,8 @@ def _event(line: bytes, rank: int) -> dict[str, Any] | None:
 
 
 def typical_step(trace: pd.DataFrame) -> pd.DataFrame:
-    """Return the events of the step whose length is the median over the steps after warm-up.
-
-    Only the first rank of each stage is included. Times are in seconds since the first event. `trace`: the result of
-    :func:`read_trace`."""
+    """Return the events of the step whose length is the median over the steps after warm-up. `trace`: from
+    :func:`read_trace`. Only the first rank of each stage is included. Times are in seconds since the first event."""
     if trace.empty:
         return trace
     spans = trace.groupby("step").agg(start=("start_s", "min"), end=("end_s", "max"))

@@ -47,11 +47,8 @@ class _Pair:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The requested runs and their steps.
-
-    `runs`: a row per requested run, in the order of the request. `steps`: a row per step of these runs, and of other
-    runs in the same files. `starts`, `counts`: run i has ``counts[i]`` steps; its first step is row ``starts[i]`` of
-    `steps`."""
+    """The requested runs and their steps. `runs`: a row per requested run, in the order of the request; `steps`: a row
+    per step of these and other runs. Run i has ``counts[i]`` steps; the first is row ``starts[i]`` of `steps`."""
 
     runs: pa.Table
     steps: pa.Table
@@ -84,9 +81,7 @@ def fingerprint(directory: str) -> str:
 
 def load(folder: Path, run_dirs: Sequence[tuple[str, str]]) -> Loaded:
     """Return the runs in `run_dirs` from the cache in `folder`. Read new and changed runs into the cache first.
-
-    `run_dirs`: (key, directory) of each run. Raise OSError or ArrowException if another process removes files of the
-    cache meanwhile, or if the disk is full."""
+    `run_dirs`: (key, directory) of each run. Raise OSError or ArrowException if files vanish, or the disk is full."""
     fingerprints = {key: fingerprint(directory) for key, directory in run_dirs}
     pairs = _cached_pairs(folder)
     cached = {(key, stamp) for pair in pairs for key, stamp in _fingerprints(pair.runs)}
@@ -152,9 +147,7 @@ def _map_table(path: Path) -> pa.Table:
 
 
 def _write(folder: Path, runs: pa.Table, steps: pa.Table) -> _Pair:
-    """Write the tables to a new pair of files and return it.
-
-    The file `runs-*` is written last, so that readers see both files or neither."""
+    """Write the tables to a new pair of files and return it. Write `runs-*` last: readers see both files or neither."""
     name = uuid.uuid4().hex[:16]
     for kind, table in (("steps", steps), ("runs", runs)):
         temporary = folder / f".{kind}-{name}"

@@ -21,14 +21,7 @@ import pyarrow as pa
 from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.records.ownership import other_writers
 from holmes_hpc.records.schema import SKIPPED
-from holmes_hpc.results.columns import (
-    FAMILIES,
-    RUN_COLUMNS,
-    STAGE_COLUMNS,
-    STEP_COLUMNS,
-    family_columns,
-    stage_breakdown,
-)
+from holmes_hpc.results.columns import FAMILIES, RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, family_columns, stage_parts
 from holmes_hpc.results.loading import cache as run_cache
 from holmes_hpc.results.loading.run_row import plain_name
 
@@ -62,9 +55,8 @@ def load_steps(
 ) -> pd.DataFrame:
     """Return one row per step of every run at or below `path`, in order, with STEP_COLUMNS and bytes per network.
 
-    `columns`: the columns to return in addition to `run` and `step`; `runs`: the runs to return, as values of the
-    column `run`. None selects all. `path`, `cache`: see :func:`load_runs`. Raise ConfigError for an unknown run or
-    column."""
+    `columns`: the columns to return besides `run` and `step`; `runs`: the runs, as values of the column `run`; None:
+    all. `path`, `cache`: see :func:`load_runs`. Raise ConfigError for an unknown run or column."""
     run_dirs = _directories(Path(path))
     loaded = _load(Path(path), run_dirs, cache)
     keys = [key for key, _ in run_dirs]
@@ -80,10 +72,8 @@ def load_steps(
 
 
 def _names(steps: pa.Table, requested: Sequence[str] | None) -> list[str]:
-    """Return the names of the `requested` columns of `steps`, in the requested order.
-
-    If `requested` is None, return STEP_COLUMNS, followed by the columns tx_* and rx_*. Raise ConfigError for an unknown
-    name."""
+    """Return the names of the `requested` columns of `steps`, in this order. If `requested` is None, return
+    STEP_COLUMNS, followed by the columns tx_* and rx_*. Raise ConfigError for an unknown name."""
     documented = [name for name in STEP_COLUMNS if name != "run"]
     names = [*documented, *sorted(set(steps.column_names) - set(documented), key=lambda name: (name[:1] != "t", name))]
     if requested is None:
@@ -98,7 +88,7 @@ def load_stages(path: PathLike, cache: bool = True) -> pd.DataFrame:
     The values are medians over steps, in seconds, of each part of a step. `path`, `cache`: see :func:`load_runs`."""
     runs = load_runs(path, cache).filter(regex=f"^(run$|{FAMILIES['stage_breakdown'].prefix})")
     records: list[dict[Any, Any]] = runs.to_dict("records")
-    stages = [(run["run"], stage, parts) for run in records for stage, parts in enumerate(stage_breakdown(run))]
+    stages = [(run["run"], stage, parts) for run in records for stage, parts in enumerate(stage_parts(run))]
     rows = [{"run": name, "stage": stage, **parts} for name, stage, parts in stages]
     frame = pd.DataFrame(rows, columns=list(STAGE_COLUMNS))
     kinds = {name: kind for name, (kind, _) in STAGE_COLUMNS.items()}
@@ -133,6 +123,4 @@ def _directories(root: Path) -> list[tuple[str, str]]:
             key = plain_name(os.path.relpath(directory, root))
             run_dirs.append((plain_name(root.resolve().name) if key == "." else key.replace(os.sep, "/"), directory))
         subdirectories[:] = [name for name in subdirectories if name not in {*SKIPPED, CACHE} and not has_record]
-    return sorted(
-        run_dirs, key=lambda run: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in run[0].split("/")]
-    )
+    return sorted(run_dirs, key=lambda r: [(0, int(p), "") if p.isdecimal() else (1, 0, p) for p in r[0].split("/")])

@@ -27,10 +27,8 @@ START_RESOLUTION = timedelta(seconds=1)  # recorded start times are rounded down
 
 
 def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
-    """Return the row of one run in the table of runs, and the run's steps. `key`: value of the column `run`.
-
-    The row has RUN_COLUMNS and, as JSON texts, FAMILIES. The row of an unreadable run holds an error message, and the
-    result has no steps."""
+    """Return the row of one run in the table of runs, and the run's steps. `key`: value of the column `run`. The row
+    has RUN_COLUMNS and, as JSON texts, FAMILIES. An unreadable run has an error message in its row, and no steps."""
     row: dict[str, Any] = dict.fromkeys([*RUN_COLUMNS, *FAMILIES])
     row.update(run=key, path=plain_name(run.path), name=plain_name(run.name))
     try:
@@ -62,9 +60,7 @@ def read_one(run: RunDirectory, key: str) -> tuple[dict[str, Any], Steps]:
     setup = mapping(traffic.get("setup"))
     row["setup_tx_bytes"] = to_json({name: mapping(pair).get("tx") for name, pair in setup.items()})
     planned = mapping(mapping(plan.get("predicted")).get("nic_bytes_per_step"))
-    row["planned_bytes_per_step"] = to_json(
-        {k: count for k, count in planned.items() if isinstance(count, int | float)}
-    )
+    row["planned_bytes_per_step"] = to_json({k: n for k, n in planned.items() if isinstance(n, int | float)})
     return row, steps
 
 

@@ -89,8 +89,7 @@ class Steps:
 def read_steps(run: RunDirectory, first_attempt: int = 1) -> Steps:
     """Return the steps of a run. Steps of attempts before `first_attempt` belong to an earlier plan.
 
-    Broken lines are left out and counted. Missing values become NaN. If several attempts ran a step, the result has the
-    step of the last attempt."""
+    Broken lines are counted, missing values are NaN. Of a step that several attempts ran, the last one counts."""
     try:
         return _steps(run.metrics_blocks(), first_attempt)
     except (pa.ArrowException, _UnusualLines):  # the slower reader selects the valid lines
@@ -104,10 +103,8 @@ class _UnusualLines(Exception):
 
 
 def _steps(blocks: Iterable[bytes], first_attempt: int, broken: int = 0) -> Steps:
-    """Return the steps in `blocks` of complete lines of metrics.jsonl. `broken`: see :class:`Steps`.
-
-    Raise ArrowException if a line is broken or has a value of the wrong type. Raise _UnusualLines if a step is repeated
-    or missing."""
+    """Return the steps in `blocks` of complete lines of metrics.jsonl. `broken`: see :class:`Steps`. Raise
+    ArrowException for a broken line or a value of the wrong type, _UnusualLines for a repeated or missing step."""
     tables = LINE.empty_table(), *(_lines(block) for block in blocks if block)
     lines = pa.concat_tables(tables, promote_options="permissive").combine_chunks()
     step, attempt = lines["step"].to_numpy(), lines["attempt"].fill_null(1).to_numpy()

@@ -20,7 +20,7 @@ from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps
-from holmes_hpc.results.columns import FAMILIES, family_values, stage_breakdown
+from holmes_hpc.results.columns import FAMILIES, family_values, stage_parts
 from holmes_hpc.results.compare import compare
 from holmes_hpc.results.loading import cache, loader
 from holmes_hpc.results.loading.steps import read_steps
@@ -367,7 +367,7 @@ def test_a_stage_that_only_an_earlier_plan_had_is_gone(tmp_path: Path) -> None:
     for line in lines:
         run.append_metrics({**line, "breakdown": line["breakdown"][:1]} if line["attempt"] == 2 else line)
     row = load_runs(run.path).iloc[0]
-    assert row["compute_s"] == pytest.approx(0.7, abs=1e-3) and len(stage_breakdown(row)) == 1
+    assert row["compute_s"] == pytest.approx(0.7, abs=1e-3) and len(stage_parts(row)) == 1
 
 
 def test_a_kind_that_carried_nothing_in_most_steps_has_a_median_of_nothing(tmp_path: Path) -> None:
