@@ -126,10 +126,9 @@ def map_leaves(value: Any, convert: Callable[[Any], Any]) -> Any:
 def to_json(value: Any) -> str:
     """Return `value` as one line of strict JSON; NaN and infinity, which JSON lacks, become null."""
     encode = partial(json.dumps, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    try:
+    with contextlib.suppress(ValueError):
         return encode(value)
-    except ValueError:
-        return encode(map_leaves(value, lambda v: None if isinstance(v, float) and not math.isfinite(v) else v))
+    return encode(map_leaves(value, lambda v: None if isinstance(v, float) and not math.isfinite(v) else v))
 
 
 def file_error(path: Path, error: OSError) -> RunFailed:

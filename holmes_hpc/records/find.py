@@ -31,11 +31,9 @@ def recent_runs(root: str | os.PathLike[str], count: int) -> tuple[list[RunDirec
     if os.path.exists(root):
         with RecordError.instead_of(OSError, where=os.fspath(root), hint="set HOLMES_RUNS to a readable folder"):
             os.scandir(root).close()
-    changes = sorted(_changes(os.fspath(root)), reverse=True)
-    paths = [
-        path for i, (_, path, has_result) in enumerate(changes) if i < count or not has_result or _may_requeue(path)
-    ]
-    return [RunDirectory(path) for path in paths], len(changes) - len(paths)
+    runs = sorted(_changes(os.fspath(root)), reverse=True)
+    paths = [path for i, (_, path, has_result) in enumerate(runs) if i < count or not has_result or _may_requeue(path)]
+    return [RunDirectory(path) for path in paths], len(runs) - len(paths)
 
 
 def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
@@ -52,10 +50,9 @@ def _changes(directory: str) -> Iterator[tuple[float, str, bool]]:
 
 
 def _modified(path: str | os.PathLike[str]) -> float:
-    try:
+    with contextlib.suppress(OSError):
         return os.stat(path).st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
 def _may_requeue(directory: str) -> bool:

@@ -80,10 +80,9 @@ def refuse_replaced(path: Path, handle: int, directory: Path) -> None:
 
 def has_owner(path: Path) -> bool:
     """Return whether the lock file `path` names an owner: a process that holds it, or was killed while holding it."""
-    try:
+    with contextlib.suppress(OSError):
         return bool(read_file(path))
-    except OSError:
-        return False
+    return False
 
 
 def is_locked(path: Path) -> bool:

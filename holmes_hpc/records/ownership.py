@@ -5,6 +5,7 @@ modes and sticky bits of a path and of all folders above it, as sshd does for a 
 control lists or a file server's own rules.
 """
 
+import contextlib
 import grp
 import os
 import pwd
@@ -26,17 +27,15 @@ def careful_umask() -> None:
 def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
     """Return whether the file at `path` belongs to this user and grants no permission outside `mode`.
     False if it does not exist or cannot be read."""
-    try:
+    with contextlib.suppress(OSError):
         status = os.stat(path)
-    except OSError:
-        return False
-    return status.st_uid == os.getuid() and not status.st_mode & 0o777 & ~mode
+        return status.st_uid == os.getuid() and not status.st_mode & 0o777 & ~mode
+    return False
 
 
 def other_writers(path: str | os.PathLike[str]) -> str | None:
-    """Return a message on which other users may write or replace the file at `path` (``/data can be written by
-    everybody``); None if only this user and root may. Groups are trusted if the environment has HOLMES_TRUST_GROUP=1.
-    """
+    """Return a message on which other users may write or replace the file at `path`; None if only this user and root
+    may. Groups are trusted if the environment has HOLMES_TRUST_GROUP=1."""
     for depth, part in enumerate(_path_parts(Path(os.getcwd(), path))):
         try:
             status = os.lstat(part)
@@ -141,14 +140,12 @@ def _is_private_group(group: int) -> bool:
 
 def user_name(uid: int) -> str:
     """Return the name of the user with the id `uid`; the id as text if the user has no name."""
-    try:
+    with contextlib.suppress(KeyError):
         return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return str(uid)
+    return str(uid)
 
 
 def _group_name(gid: int) -> str:
-    try:
+    with contextlib.suppress(KeyError):
         return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return str(gid)
+    return str(gid)

@@ -92,9 +92,8 @@ class RunDirectory:
     ) -> "RunDirectory":
         """Create a run directory. run.yaml is written last, so a directory that has a run.yaml is complete.
 
-        `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: the user's overrides;
-        `ids`: more keys of run.yaml (plan_id, slurm, …). Raise RecordError if the directory already holds a run or
-        cannot be created."""
+        `plan_text`: the text of plan.yaml; `config`: the resolved configuration; `overrides`: the user's; `ids`: more
+        keys of run.yaml. Raise RecordError if the directory already holds a run or cannot be created."""
         run = cls(path)
         if run.exists():
             hint = "continue it with `holmes resume`, or give another directory"
@@ -139,8 +138,7 @@ class RunDirectory:
 
     def start_attempt(self, values: Mapping[str, Any] | None = None) -> int:
         """Record a new attempt in run.yaml and return its number. The first attempt has the number 1.
-        :meth:`read_result` then ignores results of earlier attempts. `values`: more keys of the attempt, such as
-        job_id, hosts and first_step."""
+        :meth:`read_result` then ignores results of earlier attempts. `values`: more keys of the attempt."""
         with locked(self.path / ".lock"):
             data = self.read_run()
             number = len(data["attempts"]) + 1

@@ -98,8 +98,7 @@ def from_yaml(text: str) -> Any:
 
 
 def _check_size(text: str) -> None:
-    """Raise YAMLError for a text that is nested too deeply, has a number with too many digits, or has too many values
-    after its aliases are expanded."""
+    """Raise YAMLError for a text with too deep nesting, too long a number, or too many values with those of aliases."""
     sizes: dict[str, int] = {}  # anchor -> number of values
     open_collections: list[tuple[str | None, int]] = []  # (anchor, number of values before the collection)
     values = alias_values = 0

@@ -1,7 +1,6 @@
 """The states of Slurm jobs: their names, which of them are final, and the joint state of several components.
 
-A heterogeneous job has one row per component (``12+0``, ``12+1``). The job runs while any component runs, and fails if
-any component fails."""
+A heterogeneous job has a row per component (``12+0``, ``12+1``). It runs while one runs, and fails if one fails."""
 
 import re
 import time
