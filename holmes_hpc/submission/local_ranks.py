@@ -33,8 +33,7 @@ def preload(pickle: Path) -> dict[str, Any]:
 
 
 def _fork_ranks(ranks: int, folder: Path) -> int | None:
-    """Fork the ranks and pass signals on to them. Return None in a rank; in the parent wait for all ranks, and return
-    the job's exit code."""
+    """Fork the ranks and pass signals on to them. Return None in a rank; in the parent, the job's exit code."""
     paths = JobPaths(folder, os.environ["SUBMITIT_LOCAL_JOB_ID"])
     signals, parent = {signal.SIGTERM, LocalJobEnvironment._usr_sig()}, os.getpid()
     ranks_by_pid, received = dict[int, int](), set[int]()
@@ -82,8 +81,7 @@ def redirect_output(stdout: Path, stderr: Path) -> None:
 
 
 def _end_without_destructors(completed: list[bool]) -> None:
-    """End this rank if it has completed. Freeing its modules one by one would first copy them from the parent, which
-    takes a second or two."""
+    """End this rank if it has completed. Freeing its modules would first copy them from the parent, for a second."""
     if completed:
         sys.stdout.flush()
         sys.stderr.flush()

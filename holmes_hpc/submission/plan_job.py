@@ -142,10 +142,8 @@ class PlanExecutor(SlurmHetExecutor):
     member: int | None = None  # index of the next job's component, if each component is a separate job
     leader = "%j"  # the id of the first of these separate jobs
 
-    def __init__(
-        self, run: RunDirectory, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings
-    ) -> None:
-        self.run_path = Path(run.path).expanduser().absolute()
+    def __init__(self, run_dir: Path, parts: Sequence[ComponentRequest], name: str, settings: SlurmSettings) -> None:
+        self.run_path = run_dir.expanduser().absolute()
         super().__init__(
             self.run_path / "submission",
             components=list(parts),  # type: ignore[arg-type]
@@ -170,8 +168,7 @@ class PlanExecutor(SlurmHetExecutor):
         return 1  # printing a script needs no Slurm; submitting reports a missing one
 
     def _request(self, parameters: Mapping[str, Any]) -> JobRequest:
-        """Return the job that `parameters` request, with logs in the run directory and the signal that training
-        handles."""
+        """Return the job that `parameters` request, with logs in the run directory and training's signal."""
         request, logs = super()._request(parameters), self.run_path / "logs"
         suffix = ""
         if self.member is not None:
@@ -242,7 +239,7 @@ def plan_executor(
     `spares`: number of spare nodes of each component of an elastic run; None: the run is not elastic."""
     run, parts = RunDirectory(run_dir), plan_components(plan, settings)
     parts = parts if spares is None else agent_components(parts, spares)
-    executor = PlanExecutor(run, parts, name or f"holmes-{run.name}", settings)
+    executor = PlanExecutor(run.path, parts, name or f"holmes-{run.name}", settings)
     if spares is not None:
         executor.is_elastic, executor.task_module = True, "holmes_hpc.submission.elastic.agent"
     return executor

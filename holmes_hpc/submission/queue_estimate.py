@@ -33,9 +33,8 @@ MIN_TIMEOUT_MIN = 5  # the least time limit of an estimate
 
 @dataclass(frozen=True)
 class QueueEstimate:
-    """The estimate for one plan. `start`, `end`: start and end of its job in Unix seconds, None if the job cannot run;
-    `reason`: why it cannot; `duration_s`: seconds from start to end; `timeout_min`: assumed time limit of the job in
-    minutes."""
+    """The estimate for one plan. `start`, `end`: of its job in Unix seconds, None if the job cannot run; `reason`: why
+    it cannot; `duration_s`: seconds from start to end; `timeout_min`: assumed time limit of the job in minutes."""
 
     plan: Plan
     start: float | None

@@ -40,8 +40,7 @@ def plan_script(
 
 
 def _filled_in(text: str, usage: str, plan: str, python: str) -> str:
-    """Return the script with `plan` and `python` (shell code) in place of the placeholders, and with the comment
-    `usage` after its first line."""
+    """Return the script with `plan` and `python` (shell code) for placeholders, and `usage` after its first line."""
     for placeholder, variable in ((RUN, "$run"), (PLAN, plan), (PYTHON, python)):
         text = text.replace(placeholder, f'"{variable}"')
     return text.replace("\n", f"\n{usage}", 1)

@@ -24,8 +24,7 @@ def steps_per_job(plan: Plan, timeout_min: int | str) -> float:
 
 
 def requeue_warning(plan: Plan, steps: int, timeout_min: int | str) -> str | None:
-    """Return a warning if the job reaches its time limit before it has made `steps` steps; None otherwise.
-    The warning has the number of requeues."""
+    """Return a warning, with the number of requeues, if the time limit ends the job before `steps` steps; else None."""
     steps_per_attempt = steps_per_job(plan, timeout_min)
     if plan.predicted is None or steps <= steps_per_attempt:
         return None

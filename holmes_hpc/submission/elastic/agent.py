@@ -28,15 +28,7 @@ from holmes_hpc.records.logs import log_batch_line
 from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.slurm.job_queries import requeue
 from holmes_hpc.submission.elastic.claims import EXPIRY_S, claim, claim_age_s, lost_before, newest_claim
-from holmes_hpc.submission.elastic.connection import (
-    MAX_BYTES,
-    Order,
-    Published,
-    code_version,
-    is_kept_up,
-    published_path,
-    read_published,
-)
+from holmes_hpc.submission.elastic.connection import MAX_BYTES, Order, Published, code_version, published_path
 from holmes_hpc.submission.elastic.decision import JOIN_S, REQUEUE, Beat
 from holmes_hpc.submission.executor.environment import LEADER, own_member, ranks_of_job
 from holmes_hpc.submission.executor.task import prepare
@@ -142,11 +134,10 @@ class Agent:
         redirect_output(self._run.log_path(rank), self._run.log_path(rank))
 
     def next_coordinator(self, folder: Path, lost: Published) -> Published | None:
-        """Return the coordinator that replaces the `lost` one. This agent may start it.
-        None if all of MAX_TAKEOVERS have failed."""
+        """Return the coordinator that replaces the `lost` one, which this agent may start. None after MAX_TAKEOVERS."""
         start, seen_at = self._start, -EXPIRY_S
         last_start = (newest_claim(folder, start) if self.member is not None else start) + MAX_TAKEOVERS
-        while (published := read_published(published_path(folder))) in (None, lost):
+        while (published := Published.read(published_path(folder))) in (None, lost):
             if (newest := newest_claim(folder, start)) > start:
                 start, seen_at = newest, time.monotonic() - claim_age_s(folder, newest)
             if (self._run.read_result() or {}).get("writer") == "batch":
@@ -201,7 +192,7 @@ def main(folder: Path, import_path: str = "") -> None:
     config = at_low_priority(load, first_step) if is_spare(folder.parent) else load()
     path, dead_s = published_path(folder), float(config["elastic"]["dead_s"])
     agent = Agent(RunDirectory(config["run_dir"]), dead_s)
-    published = next(filter(None, (read_published(path) for _ in attempts(JOIN_S, 0.1))), None)
+    published = next(filter(None, (Published.read(path) for _ in attempts(JOIN_S, 0.1))), None)
     if published is None:
         sys.exit(f"holmes: no coordinator is published at {path}")
     is_rank, agent.tries_since = False, time.monotonic()
@@ -218,7 +209,7 @@ def main(folder: Path, import_path: str = "") -> None:
             break
         is_here = published.node == os.environ["SLURMD_NODENAME"]  # and has found this node cut off
         may_live = not agent.is_known or published.may_live(dead_s)  # a firewall refuses connections, too
-        if (is_here and agent.is_known) or (may_live and is_kept_up(path, published)):
+        if (is_here and agent.is_known) or (may_live and published.is_kept_up(path)):
             if agent.is_known:
                 sys.exit("holmes: the coordinator has given up this node")
             if time.monotonic() > agent.tries_since + JOIN_S:

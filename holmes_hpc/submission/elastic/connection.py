@@ -56,6 +56,14 @@ class Published(NamedTuple):
     secret: str
     node: str
 
+    @classmethod
+    def read(cls, path: Path) -> "Published | None":
+        """Return the coordinator that is published at `path`; None if there is none yet."""
+        with contextlib.suppress(OSError, ValueError, ValidationError):
+            if is_own(path, OWNER_ONLY):
+                return convert(json.loads(path.read_bytes()), cls)
+        return None
+
     def connect(self, timeout_s: float) -> Connection:
         """Return a connection to the coordinator. Raise OSError, EOFError or AuthenticationError if there is none."""
         socket.create_connection(self.address, timeout_s).close()  # Client would wait for a silent node for minutes
@@ -70,15 +78,14 @@ class Published(NamedTuple):
                 return False
         return True
 
-
-def is_kept_up(path: Path, published: Published) -> bool:
-    """Return whether the coordinator `published` still touches its file at `path`. If so, this node is cut off."""
-    times = []
-    for _ in range(2):
-        time.sleep(WATCH_S)  # before the first look, so that a coordinator that is cut off has noticed that
-        with contextlib.suppress(OSError), path.open() as file:  # file servers show changes only to a new open
-            times.append(os.fstat(file.fileno()).st_mtime_ns)
-    return len(set(times)) == 2 and read_published(path) == published
+    def is_kept_up(self, path: Path) -> bool:
+        """Return whether the coordinator still touches its file at `path`. If so, this node is cut off."""
+        times = []
+        for _ in range(2):
+            time.sleep(WATCH_S)  # before the first look, so that a coordinator that is cut off has noticed that
+            with contextlib.suppress(OSError), path.open() as file:  # file servers show changes only to a new open
+                times.append(os.fstat(file.fileno()).st_mtime_ns)
+        return len(set(times)) == 2 and self.read(path) == self
 
 
 def published_path(folder: Path) -> Path:
@@ -92,11 +99,3 @@ def listen(address: str, path: Path, node: str) -> tuple[Listener, bytes]:
     published = Published((address, int(listener.address[1])), secrets.token_hex(32), node)
     write_whole(path, json.dumps(published) + "\n", OWNER_ONLY)
     return listener, published.secret.encode()
-
-
-def read_published(path: Path) -> Published | None:
-    """Return the coordinator that is published at `path`; None if there is none yet."""
-    with contextlib.suppress(OSError, ValueError, ValidationError):
-        if is_own(path, OWNER_ONLY):
-            return convert(json.loads(path.read_bytes()), Published)
-    return None

@@ -49,8 +49,7 @@ class Placement:
         return range(0)
 
     def without(self, lost: Collection[str], usable: Collection[str]) -> "Placement | None":
-        """Return this placement with a `usable` spare of its component in the place of each `lost` node; None if a
-        component has too few."""
+        """Return this placement with a `usable` spare of its component for each `lost` node; None if one is missing."""
         components, remaining = [], []
         for part, spares in zip(self.components, self.spares, strict=True):
             free = [node for node in spares if node in usable]
@@ -67,8 +66,7 @@ class Placement:
 
 
 def place(plan: Plan, pools: Sequence[str], nodes: Sequence[Sequence[str]]) -> Placement:
-    """Return the placement of `plan` on the first `nodes` of each component of the job; the others are spare.
-    `pools`: the pools of these components."""
+    """Return the placement of `plan` on the first `nodes` of each component (in `pools`); the others are spare."""
     first_ranks = accumulate((part.ranks for part in plan.components), initial=0)
     planned = {part.pool: (part, first) for part, first in zip(plan.components, first_ranks, strict=False)}
     components, spares = [], []
@@ -182,7 +180,21 @@ class State:
         if not self.is_started:
             is_go = self.have_ended(present) and self.beats.keys() >= set(nodes)
             return Decision(code=1) if self.is_stopping else Decision(is_go=is_go)
-        return decide_by_codes(self, now)
+        return self.decide_by_codes(now)
+
+    def decide_by_codes(self, now: float) -> "Decision":
+        """Return the decision while ranks run. It depends on the ranks that have ended."""
+        codes, num_ranks = self.codes(), self.placement.world_size
+        if (killed := [rank for rank in codes if codes[rank] < 0]) and self.has_new_steps and not self.is_stopping:
+            has_settled = self.failed_at is not None and now - self.failed_at > SETTLE_S
+            reason = f"rank {killed[0]}: {signal_message(-codes[killed[0]])}"
+            restart = Decision(placement=self.placement, reason=reason, ended="rank killed")
+            return restart if has_settled else Decision()
+        is_failure = self.failed_at is not None and now - self.failed_at > self.dead_s + GRACE_S
+        code = max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None
+        if code and self.may_restart and not self.is_stopping:
+            return Decision(placement=self.placement, reason="a rank has failed", ended="failed")
+        return Decision(code=code)
 
 
 @dataclass(frozen=True)
@@ -201,21 +213,6 @@ class Decision:
     code: int | None = None
     reason: str = ""
     ended: str = "node lost"
-
-
-def decide_by_codes(state: State, now: float) -> Decision:
-    """Return the decision while ranks run. It depends on the ranks that have ended."""
-    codes, num_ranks = state.codes(), state.placement.world_size
-    if (killed := [rank for rank in codes if codes[rank] < 0]) and state.has_new_steps and not state.is_stopping:
-        has_settled = state.failed_at is not None and now - state.failed_at > SETTLE_S
-        reason = f"rank {killed[0]}: {signal_message(-codes[killed[0]])}"
-        restart = Decision(placement=state.placement, reason=reason, ended="rank killed")
-        return restart if has_settled else Decision()
-    is_failure = state.failed_at is not None and now - state.failed_at > state.dead_s + GRACE_S
-    code = max(map(abs, codes.values())) if len(codes) == num_ranks or is_failure else None
-    if code and state.may_restart and not state.is_stopping:
-        return Decision(placement=state.placement, reason="a rank has failed", ended="failed")
-    return Decision(code=code)
 
 
 def _decide_without(lost: tuple[str, ...], state: State, present: list[str], awaited: list[str]) -> Decision:

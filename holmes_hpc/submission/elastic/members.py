@@ -10,16 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.submission.elastic.decision import (
-    REJOIN_S,
-    Beat,
-    Decision,
-    Placement,
-    Sizes,
-    State,
-    decide_by_codes,
-    place,
-)
+from holmes_hpc.submission.elastic.decision import REJOIN_S, Beat, Decision, Placement, Sizes, State, place
 
 CHANGE_S = 10.0  # of training that a change costs, about
 ARRIVAL_S = 2.0  # between the arrivals of nodes whose jobs start together
@@ -71,8 +62,7 @@ class MemberState(State):
         return [node for node in self.present(now) if not self.beats[node].is_leaving]
 
     def admit(self, beat: Beat, now: float) -> bool:
-        """Make the node of a new agent a spare node of its component. Return False while ranks of an earlier agent of
-        this node count as running."""
+        """Make the node of a new agent a spare of its component. Return False while an earlier agent's ranks run."""
         placement, index = self.placement, beat.member or 0
         if beat.node in placement.nodes and beat.start < self.start:
             return False
@@ -112,7 +102,7 @@ class MemberState(State):
         if placement.nodes and self.is_started and not lost:
             if not self.is_changing:
                 reason = _reason_to_change(self, staying)
-                return Decision(is_stop=True, reason=reason) if reason else decide_by_codes(self, now)
+                return Decision(is_stop=True, reason=reason) if reason else self.decide_by_codes(now)
             if len(self.codes()) < placement.world_size:  # a signal kills ranks that have not begun to train
                 return Decision()
         if self.is_ending:

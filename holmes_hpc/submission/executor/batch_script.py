@@ -5,7 +5,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 
 from holmes_hpc.errors import Case, SubmissionError
@@ -31,8 +31,7 @@ class JobRequest:
     `max_requeues`: a job that was requeued more often ends without a step; 0: no limit.
     `array`: sbatch's option; with it, ``%j`` is ARRAY-ID_INDEX.
     `throttle_file`: the file of the :class:`Throttle` to which the job reports its end.
-    `distribution`: srun's option, which distributes ranks over nodes and sockets. Over nodes it must be block, so that
-    ranks follow the order of components."""
+    `distribution`: srun's option; over nodes it must be block, so that ranks follow the order of components."""
 
     components: tuple[ComponentRequest, ...]
     name: str = "holmes"
@@ -62,7 +61,7 @@ class JobRequest:
     array: str | None = None
     throttle_file: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
-    additional: tuple[tuple[str, Value], ...] = field(default=())
+    additional: tuple[tuple[str, Value], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "components", tuple(self.components))
@@ -95,8 +94,7 @@ class JobRequest:
         return job_id.join(shlex.quote(part) if part else "" for part in text.split("%j")) or "''"
 
     def _file_pattern(self, path: str) -> str:
-        """Return a path as a file name pattern for sbatch in which only ``%j`` is replaced. Raise SubmissionError for a
-        backslash."""
+        """Return a path as sbatch's file name pattern, which replaces only ``%j``. Refuse a backslash."""
         if "\\" in path:  # a backslash in a pattern turns off all replacements
             raise SubmissionError(f"path {path!r} contains a backslash", where="job", hint="use another directory")
         return ("%A_%a" if self.array else "%j").join(part.replace("%", "%%") for part in path.split("%j"))
@@ -120,9 +118,8 @@ class JobRequest:
         return [(k, v) for k, v in {**own, **extra}.items() if v is not False]
 
     def _signal_option(self) -> str | None:
-        """Return the value of ``--signal``; None for no signal. Slurm may send the signal a minute early, and a task
-        needs time to install its handler. Therefore the default delay is shorter in short jobs, and the shortest jobs
-        get no signal."""
+        """Return the value of ``--signal``; None for no signal. Slurm may send it a minute early, and a task needs time
+        to install its handler. So the default delay is shorter in short jobs, and the shortest get no signal."""
         delay = self.signal_delay_s
         if delay is None:
             max_delay = 60 * self.timeout_min - 90 if isinstance(self.timeout_min, int) else SIGNAL_DELAY_S

@@ -28,8 +28,7 @@ _HINT = "start the step with srun from the job's batch script"
 
 
 def preempt_signal() -> str:
-    """Return the name, without SIG, of the warning signal that a job's tasks handle. It is submitit's own (USR2),
-    unless the environment sets another one."""
+    """Return the name, without SIG, of the warning signal that tasks handle: the environment's, else submitit's."""
     return os.environ.get(PREEMPT_SIGNAL) or USER_SIGNAL
 
 

@@ -28,9 +28,8 @@ def ticket_path(folder: Path, job_id: str) -> Path:
 
 
 def batch_log(folder: Path) -> Path | None:
-    """Return the path of the batch script's own output; None if it goes into the files of task 0. If the name of
-    `folder` has ``%j`` (the job id), the path is outside of `folder`, because Slurm opens the file before the job could
-    create that folder."""
+    """Return the path of the batch script's own output; None if it goes into the files of task 0. If `folder` has
+    ``%j`` (the job id), it is outside of `folder`, because Slurm opens the file before the job could create that."""
     fixed_folder = utils.JobPaths.get_first_id_independent_folder(folder)
     return None if fixed_folder == folder else fixed_folder / "%j_batch.out"
 

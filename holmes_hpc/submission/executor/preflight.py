@@ -9,6 +9,7 @@ import logging
 import math
 import re
 import time
+from bisect import bisect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -100,8 +101,7 @@ def _warn(line: str) -> None:
 
 
 def _cached(key: object, read: Callable[[], Any], *silenced: type[Exception]) -> Any:
-    """Return ``read()``, or None if it raises one of the exceptions `silenced`. The value is cached under `key` for
-    CACHE_S."""
+    """Return ``read()``, or None if it raises one of the exceptions `silenced`; cached under `key` for CACHE_S."""
     since, value = _cache.get(key, (-math.inf, None))
     if time.monotonic() - since > CACHE_S:
         value = None
@@ -138,12 +138,9 @@ def feasible_change(request: ComponentRequest, *, timeout_min: object = None) ->
 
     if timeout_min is not None and try_component(request).ok:
         return f"it would be possible with a shorter time limit than {timeout_min}"
-    low, high = 0, request.nodes
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if is_feasible(replace(request, nodes=middle)) else (low, middle)
-    if low:
-        return f"at most {low} node{'s' * (low > 1)} can be allocated like this"
+    fewer = range(1, request.nodes)
+    if count := bisect(fewer, False, key=lambda nodes: not is_feasible(replace(request, nodes=nodes))):
+        return f"at most {count} node{'s' * (count > 1)} can be allocated like this"
     one_node = replace(request, nodes=1)
     partitions = [p.name for p in _site_fact(read_partitions) or []]
     if request.partition and partitions and not set(request.partition.split(",")) <= set(partitions):

@@ -50,10 +50,8 @@ PARAMETERS = frozenset(
 
 class _Parameters(set[str]):
     """The names of the executor's parameters, for AutoExecutor, which iterates over them in two functions.
-
-    In `_internal_update_parameters`, which lists the names in an error about a mistyped one, AutoExecutor gets all
-    names. Elsewhere it gets only `components`. Otherwise it would give a user's ``partition`` to this executor, not
-    SlurmExecutor."""
+    `_internal_update_parameters` gets all names, to list them in an error about a mistyped one. The other function gets
+    only `components`; otherwise AutoExecutor would give a user's ``partition`` to this executor, not SlurmExecutor."""
 
     def __iter__(self) -> Iterator[str]:
         shows_all = sys._getframe(1).f_code.co_name == "_internal_update_parameters"
@@ -107,8 +105,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
 
     @classmethod
     def affinity(cls) -> int:
-        """Return 1 if sbatch is installed, else -1. If the user names no cluster, AutoExecutor takes the executor with
-        the highest number; SlurmExecutor has 2."""
+        """Return 1 if sbatch is installed, else -1. AutoExecutor takes the highest number; SlurmExecutor has 2."""
         return -1 if shutil.which("sbatch") is None else 1
 
     @classmethod
@@ -266,8 +263,7 @@ class SlurmHetExecutor(core.PicklingExecutor):
         return jobs
 
     def _submit_array(self, delayed_submissions: list[utils.DelayedSubmission], limit: int) -> list[core.Job[Any]]:
-        """Submit the functions as an array of which `limit` jobs run at a time. Pickle them first, because a job may
-        start at once and look for its function."""
+        """Submit the functions as an array of which `limit` jobs run at a time. Pickle them before a job can start."""
         pickles = [self._static_folder() / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         with contextlib.ExitStack() as undo:
             for delayed, path in zip(delayed_submissions, pickles, strict=True):

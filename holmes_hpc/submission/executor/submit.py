@@ -26,8 +26,7 @@ class SubmissionUnknown(Refused):
 
 @contextlib.contextmanager
 def errors_as_refused(advice: str = "") -> Iterator[None]:
-    """Convert a SubmissionError of the block (from preflight or for an invalid batch script) to Refused. Its hint ends
-    with `advice`."""
+    """Convert a SubmissionError of the block to Refused. `advice`: text to add to its hint."""
     try:
         yield
     except Refused:
@@ -40,8 +39,7 @@ def submit_file(path: Path, token: str, *, patience_s: float = 120) -> str:
     """Submit the batch script at `path`, whose comment contains the unique `token`. Return the leader's job id.
 
     While the controller does not answer, retry for up to `patience_s`. If it may have accepted the job, search for the
-    token before each retry. Raise Refused, with Slurm's reason, if Slurm refuses the job or the last retry fails. Raise
-    SubmissionUnknown if the job may exist."""
+    token before. Raise Refused if Slurm refuses the job or the last retry fails, SubmissionUnknown if it may exist."""
     for left_s in attempts(patience_s, 1, longest_pause_s=15):
         answer = slurm("sbatch", "--parsable", str(path), timeout_s=120)
         if answer.ok:

@@ -33,9 +33,8 @@ JOB_RECORD_WAIT_S = 30.0  # the longest time from sbatch's answer until run.yaml
 
 
 def end_attempt(run: RunDirectory, status: int, signalled: bool, job_id: str, restarts: int) -> int:
-    """Requeue the job or write result.json. Return the job's exit code.
-    `status`: the exit status of the job's step; `signalled`: whether the job received a signal; `restarts`: number of
-    the job's restarts so far."""
+    """Requeue the job or write result.json. Return the job's exit code. `status`: the exit status of the job's step;
+    `signalled`: whether the job received a signal; `restarts`: number of its restarts so far."""
     if is_run_of_another_job(run, job_id):
         return status or 1
     messages = end_messages(run) if job_id else ""  # without an id, the logs are those of several jobs

@@ -165,12 +165,11 @@ def refuse_unless_ended(run: RunDirectory, state: str) -> None:
 
 def _all_ranks_exited(run: RunDirectory) -> bool:
     """Return whether all ranks have exit records that are newer than the run's latest submission."""
-    try:
+    with contextlib.suppress(HolmesError, TypeError, ValueError, OverflowError):
         submitted = submission_time(run)
         exits = [e for e in run.read_exits() if float(e.get("time") or 0) >= submitted]  # not of an earlier attempt
         return len(exits) == Plan.read(run.plan_path).world_size
-    except (HolmesError, TypeError, ValueError, OverflowError):
-        return False
+    return False
 
 
 def remove_run(run: RunDirectory) -> None:

@@ -98,10 +98,10 @@ def find_failed_rank(
     `exits`: exit records in order of time; `ranks`: number of ranks; `hosts`: the host of each rank, if recorded.
     A rank killed by a signal leaves no exit record, and other ranks record lost connections. So return the first of:
 
-    1. the earliest recorded failure that is not a lost connection 2. a task that has no exit record, and that srun
-    reports but did not terminate; preferably one that was killed by a signal or was on a failed node 3. a rank without
-    an exit record, if other ranks have one; its error includes the earliest recorded failure 4. the earliest recorded
-    failure 5. srun's first error"""
+    1. the earliest recorded failure that is not a lost connection
+    2. a task without an exit record that srun reports but did not terminate, killed ones and failed nodes first
+    3. a rank without an exit record, if other ranks have one; its error includes the earliest recorded failure
+    4. the earliest recorded failure, or else srun's first error"""
     recorded_ranks = {int(e["rank"]) for e in exits if "rank" in e}
     failures = []
     for e in (e for e in exits if e.get("state") == "failed"):

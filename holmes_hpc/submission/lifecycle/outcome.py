@@ -77,8 +77,7 @@ def quote_log(lines: Iterable[str], error: str, rank: int | None = None) -> list
 
 
 def resume_advice(run: RunDirectory, steps: Iterable[int]) -> list[str]:
-    """Return a line with the command that continues an ended run after the last of the saved `steps`, if any. It says
-    how many later steps were not saved."""
+    """Return a line with the command that continues an ended run after the last of the saved `steps`, if any."""
     last = last_metrics(run).get("step")
     return [
         f"continue after step {step} with `holmes resume {reference_to(run)}`"
@@ -95,9 +94,8 @@ def build_result(
     slurm: JobState | None = None,
     srun_errors: Iterable[FailedRank] = (),
 ) -> dict[str, Any]:
-    """Return the content of result.json for the latest attempt. `status`: exit status of the job's step, None if
-    unknown; `signalled`: whether the job received a signal; `slurm`: the job's state, without a `source` if Slurm lost
-    the job, None if unknown."""
+    """Return the content of result.json for the latest attempt. `status`: exit status of the job's step; `signalled`:
+    whether the job received a signal; `slurm`: the job's state, without a `source` if Slurm lost it. None: unknown."""
     exits = run.read_exits()
     rank_states = [e.get("state") for e in exits]
     if status and set(rank_states) == {"completed"} and len(exits) >= _count_ranks(run):

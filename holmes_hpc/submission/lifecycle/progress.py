@@ -19,8 +19,7 @@ SETTLE_S = 20  # from the end of the job in Slurm until result.json is visible o
 
 
 class _Display:
-    """The display of a job's progress. It remembers what it has shown. `show`: called with each line of the log of
-    rank 0."""
+    """The display of a job's progress. It remembers what it has shown. `show`: called with lines of rank 0's log."""
 
     def __init__(self, run: RunDirectory, job: Job, show: Callable[[str], None]) -> None:
         self._run, self._job, self._show = run, job, show
@@ -80,9 +79,8 @@ def report_progress(
     """Show the job's progress until it ends. Return the exit code: 0 if it completed, 130 after detaching, else 1.
 
     Read the run directory every `poll_s`; query Slurm at growing intervals up to `slurm_every_s`. Ctrl-C calls
-    `ask_user`, which returns ``cancel``, ``detach`` or ``go on``. By default it asks on the terminal; without a
-    terminal, Ctrl-C detaches. `show`: called with each line of the log of rank 0. If the job ends without result.json,
-    write it."""
+    `ask_user`, which returns ``cancel``, ``detach`` or ``go on``; by default it asks on the terminal, and detaches
+    without one. `show`: called with each line of rank 0's log. If the job ends without result.json, write it."""
     display = _Display(run, job, show)
     queried_at, interval_s = 0.0, 1.0
     state = JobState()

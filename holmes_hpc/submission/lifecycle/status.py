@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -87,13 +87,12 @@ class LocalJob:
     def _is_alive(self) -> bool:
         if self._child is not None:
             return not self._child.done()
-        try:
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
             process = psutil.Process(self._pid)
             # Another process may have the id now. After the clock was set back, the age does not tell them apart.
             has_same_age = abs(process.create_time() - self._started) < 60
             return (has_same_age or str(self._folder) in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE
-        except (psutil.Error, ValueError, OverflowError):
-            return False
+        return False
 
     def uid(self) -> int | None:
         """Return the user id of the job's owner; None if the controller has ended."""
@@ -203,7 +202,7 @@ class Status(StateRow):
     error: str | None = None
     failed_rank: int | None = None
     failed_node: str | None = None
-    log_tail: tuple[str, ...] = field(default=())
+    log_tail: tuple[str, ...] = ()
     why: str = ""
 
 

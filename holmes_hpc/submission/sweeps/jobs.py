@@ -137,8 +137,7 @@ def plain_outcome(manifest: Manifest, job: SweepJob) -> tuple[str | None, Any]:
 
 
 def cancel_sweep(manifest: Manifest, jobs: Sequence[SweepJob]) -> None:
-    """Cancel the jobs that have not completed. Begin with the last one, because the end of an earlier job could start a
-    later job that depends on it."""
+    """Cancel the jobs that have not completed, the last one first, because a job's end may start a later one."""
     for job in reversed(jobs):
         if is_completed(manifest, job):
             continue

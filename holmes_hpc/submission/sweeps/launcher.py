@@ -264,8 +264,7 @@ class HolmesLauncher(BaseSubmititLauncher):
         raise TypeError("use SlurmLauncher or LocalLauncher")
 
     def _wait_for_slot(self, progress: Progress, *, planned: bool) -> None:
-        """Wait until another job may start. By default do nothing, because Slurm itself limits its jobs.
-        `planned`: whether the job has a plan."""
+        """Wait until another job may start (`planned`: with a plan). By default do nothing: Slurm limits its jobs."""
 
 
 class SlurmLauncher(HolmesLauncher):

@@ -24,8 +24,7 @@ _OURS = ("holmes_hpc", "hydra_plugins")  # loaded in every launch, but part of a
 
 @dataclass(frozen=True)
 class Program:
-    """A job's program. `files`: {path: digest} of the user's modules; `packages`: ``name-version`` of Python and of all
-    installed packages."""
+    """A job's program. `files`: {path: digest} of the user's modules; `packages`: ``name-version``, with Python's."""
 
     files: dict[str, str]
     packages: tuple[str, ...]
@@ -116,8 +115,7 @@ def _imports(text: bytes, package: str) -> Iterator[str]:
 
 @functools.cache
 def _sources(name: str) -> tuple[tuple[str, str], ...]:
-    """Return (file, package) of the module `name` and of each of its parent packages that is the user's own.
-    Import nothing."""
+    """Return (file, package) of the module `name` and of each parent package that is the user's. Import nothing."""
     sources: list[tuple[str, str]] = []
     search_path: tuple[str, ...] | None = None
     for module in itertools.accumulate(name.split("."), "{}.{}".format):

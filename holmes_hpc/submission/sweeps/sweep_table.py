@@ -102,12 +102,11 @@ def run_rates(run: RunDirectory) -> dict[str, float]:
 def _read_rates(directory: Path, size: int, _: int, has_ended: bool) -> dict[str, float]:
     """Return the result of :func:`run_rates`, cached until the size or time (`_`) of metrics.jsonl changes."""
     run = RunDirectory(directory)
-    try:
+    with contextlib.suppress(HolmesError):
         if size > MAX_GROWING_BYTES and not has_ended:
             return mean_rates([*attempts.last_lines(run.metrics_path)][::-1])
         return mean_rates(run.metrics(), first_attempt_of_plan(run.read_run()))
-    except HolmesError:
-        return {}
+    return {}
 
 
 def collect(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -143,8 +142,7 @@ def table_cells(rows: Sequence[SweepRow]) -> tuple[list[str], list[list[Any]]]:
 
 
 def select_rows(rows: Sequence[SweepRow], limit: int) -> list[SweepRow]:
-    """Return all rows if there are at most `limit`. Otherwise return `limit` rows: failed jobs first, then running,
-    then pending, then completed ones."""
+    """Return at most `limit` rows: all in order, or else first failed, then running, pending and completed jobs."""
 
     def position(row: SweepRow) -> int:
         is_failed = row.ended and row.state != "completed"

@@ -26,15 +26,7 @@ from holmes_hpc.submission.elastic import agent as agent_program
 from holmes_hpc.submission.elastic import coordinator as coordinator_program
 from holmes_hpc.submission.elastic.agent import Agent
 from holmes_hpc.submission.elastic.claims import claim, lost_before, newest_claim
-from holmes_hpc.submission.elastic.connection import (
-    Order,
-    Published,
-    code_version,
-    is_kept_up,
-    listen,
-    published_path,
-    read_published,
-)
+from holmes_hpc.submission.elastic.connection import Order, Published, code_version, listen, published_path
 from holmes_hpc.submission.elastic.coordinator import Coordinator, first_state
 from holmes_hpc.submission.elastic.decision import REQUEUE, SETTLE_S, Beat, Plans
 from holmes_hpc.submission.elastic.planner import Planner
@@ -117,13 +109,13 @@ def test_only_who_knows_the_secret_is_admitted(tmp_path: Path) -> None:
     thread.start()
     with pytest.raises((AuthenticationError, EOFError, OSError)):
         Client(listener.address, authkey=b"guess")
-    published = read_published(path)
+    published = Published.read(path)
     assert published is not None and published.node == "ib1"
     peer = published.connect(5.0)
     thread.join()
     assert len(served) == 1 and path.stat().st_mode & 0o777 == 0o600
     path.chmod(0o644)
-    assert read_published(path) is None  # others could have written it
+    assert Published.read(path) is None  # others could have written it
     for closed in (peer, served[0], listener):
         closed.close()
     assert not published.may_live(5.0)
@@ -407,10 +399,10 @@ def test_an_agent_that_cannot_reach_the_coordinator_ends_with_the_cause(
 ) -> None:
     config = {"run_dir": str(tmp_path), "elastic": {"dead_s": 1.0}}
     published = Published(("127.0.0.1", 1), "secret", "ib1")  # nobody listens there
-    results = {"prepare": tmp_path, "preload": config, "is_spare": False}
-    results |= {"read_published": published, "is_kept_up": True}
-    for name, result in results.items():
+    for name, result in {"prepare": tmp_path, "preload": config, "is_spare": False}.items():
         monkeypatch.setattr(agent_program, name, lambda *_, result=result: result)
+    for name, result in {"read": published, "is_kept_up": True}.items():
+        monkeypatch.setattr(Published, name, lambda *_, result=result: result)
     monkeypatch.setattr(agent_program, "JOIN_S", 0)
     monkeypatch.setenv("SLURMD_NODENAME", "roce1")
     problem = "cannot reach the coordinator on node ib1 at 127.0.0.1: give all pools a common Ethernet network"
@@ -449,14 +441,14 @@ def test_an_agent_that_is_cut_off_sees_that_the_coordinator_lives(
     path = tmp_path / "coordinator.json"
     listener, _ = listen("127.0.0.1", path, "ib1")
     listener.close()
-    published = read_published(path)
+    published = Published.read(path)
     assert published is not None
     sleep: Callable[[float], None] = lambda _: None  # noqa: E731
     monkeypatch.setattr("holmes_hpc.submission.elastic.connection.time.sleep", lambda seconds: sleep(seconds))
-    assert not is_kept_up(path, published)
+    assert not published.is_kept_up(path)
     sleep = lambda _: path.touch()  # noqa: E731
-    assert is_kept_up(path, published)
-    assert not is_kept_up(path, published._replace(secret="another"))
+    assert published.is_kept_up(path)
+    assert not published._replace(secret="another").is_kept_up(path)
     path.unlink()
     sleep = lambda _: None  # noqa: E731
-    assert not is_kept_up(path, published)
+    assert not published.is_kept_up(path)
