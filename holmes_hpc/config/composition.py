@@ -64,7 +64,9 @@ def composed(overrides: Sequence[str] = ()) -> dict[str, Any]:
 def with_overrides(config: Configuration, overrides: Sequence[str]) -> Configuration:
     """Apply `overrides` to a recorded configuration, and return the result.
     An override may set a key (``data.prefix=x``) or replace a whole group (``data=indexed``)."""
-    result, defaults = OmegaConf.create(map_leaves(config.to_dict(), _escaped)), OmegaConf.create(composed())
+    # OmegaConf must keep `${` literally, e.g. in a shell's ${HOME}.
+    literal = map_leaves(config.to_dict(), lambda v: v.replace("${", "\\${") if isinstance(v, str) else v)
+    result, defaults = OmegaConf.create(literal), OmegaConf.create(composed())
     OmegaConf.set_struct(result, True)
     with _as_config_error():
         parsed = _parse(for_hydra(overrides))
@@ -271,8 +273,3 @@ def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
     needed = [f"batch.{name}" for name in ("global_size", "micro_size", "sequence_length")]
     missing = " and ".join(f"{key} ({options[key]})" for key in needed if key not in set_keys)
     return ConfigError(f"model {model} has no default batch", where="batch", hint=f"give {missing}, or batch=NAME")
-
-
-def _escaped(value: Any) -> Any:
-    """Return a text with ``${`` escaped, so that OmegaConf keeps it literally, e.g. a shell's ``${HOME}``."""
-    return value.replace("${", "\\${") if isinstance(value, str) else value

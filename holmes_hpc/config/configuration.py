@@ -110,8 +110,7 @@ def from_dict(data: Mapping[str, Any]) -> Configuration:
 def recorded(data: Mapping[str, Any]) -> tuple[Configuration, list[str]]:
     """Return (the configuration in a run's record, the names of the keys that it lacks, which get their defaults). Keys
     that no longer exist are dropped. Raise ConfigError if a group without defaults (model, batch) is missing."""
-    missing_keys: list[str] = []
-    values: dict[str, Any] = {}
+    missing_keys, values = list[str](), dict[str, Any]()
     for name, declared in keys(Configuration).items():
         if name not in data:
             if declared.default is not REQUIRED:

@@ -20,11 +20,8 @@ PARTITIONS = ("exact", "proportional", "uniform")
 
 def edges_ignored(transport: str, schedule: str, edge_dtype: str, edge_connections: int) -> str:
     """Return a message if `edge_dtype` or `edge_connections` is set but has no effect; an empty text otherwise."""
-    if (
-        transport != "single"
-        or schedule not in ("auto", *MEGATRON_SCHEDULES)
-        or (edge_dtype == "same" and edge_connections == 1)
-    ):
+    is_set = edge_dtype != "same" or edge_connections != 1
+    if transport != "single" or schedule not in ("auto", *MEGATRON_SCHEDULES) or not is_set:
         return ""
     setting = f"edge_dtype={edge_dtype}" if edge_dtype != "same" else f"edge_connections={edge_connections}"
     return f"{setting} has no effect with transport=single under Megatron-Core's own schedules"
