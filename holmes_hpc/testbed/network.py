@@ -162,9 +162,7 @@ def names_in_use() -> list[str]:
     return links + ([path.name for path in RUN_NETNS.iterdir()] if RUN_NETNS.is_dir() else [])
 
 
-_NOT_ALLOWED = (
-    "run on a machine, or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN, that allows network namespaces"
-)
+_REFUSED = "run on a machine, or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN, that allows network namespaces"
 _NO_TBF = "this kernel lacks the token bucket (sch_tbf); run on one that has it"
 _NO_BRIDGE = "this kernel lacks bridges; run on one that has them"
 
@@ -176,7 +174,7 @@ def _batch(tool: str, namespace: str | None, lines: Iterable[str], hint: str = "
         run([tool, *namespace_options, "-batch", "-"], stdin="\n".join(lines) + "\n")
     except TestbedError as error:
         is_refused = "permitted" in error.what or not hint
-        raise TestbedError(error.what, where=error.where, hint=_NOT_ALLOWED if is_refused else hint) from None
+        raise TestbedError(error.what, where=error.where, hint=_REFUSED if is_refused else hint) from None
 
 
 def _set_sysctls(namespace: str, values: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import yaml
 
 from holmes_hpc.errors import Case, TestbedError, nearest
-from holmes_hpc.schema import Checked, check, key, make
+from holmes_hpc.schema import Checked, key, make
 from holmes_hpc.tables import read_table
 
 FOLDER = Path(__file__).parent / "topologies"  # in the repository slurm/testbed
@@ -31,13 +31,13 @@ def format_rate(mbit: float) -> str:
     return f"{mbit / 1000:.6f}".rstrip("0").rstrip(".") + "g"
 
 
-def _check_name(key: str, value: str, pattern: re.Pattern[str], where: str) -> None:
-    if not pattern.fullmatch(value):
-        raise TestbedError(f"{key} is {value!r}", where=where, hint=f"write a text that matches {pattern.pattern}")
+def _odd_name(key: str, value: str, pattern: re.Pattern[str], where: str) -> Case:
+    """Return the case that the name `value` does not match its pattern."""
+    return not pattern.fullmatch(value), f"{key} is {value!r}", f"write a text that matches {pattern.pattern}", where
 
 
 @dataclass(frozen=True)
-class FabricSpec:
+class FabricSpec(Checked, where="fabric {0.name}", error=TestbedError):
     """A fabric: nodes that one bridge connects."""
 
     name: Annotated[str, key("name of the fabric")]
@@ -49,18 +49,17 @@ class FabricSpec:
     ranks: Annotated[int, key("ranks per node", ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "prefix", self.prefix or self.partition.lower())
+
+    def _mistakes(self) -> Iterator[Case]:
         where = f"fabric {self.name}"
-        check(self, where, TestbedError)
-        _check_name("name", self.name, _NAME, "a fabric")
-        _check_name("partition", self.partition, _NAME, where)
-        if not self.prefix:
-            object.__setattr__(self, "prefix", self.partition.lower())
-        _check_name("prefix", self.prefix, _PREFIX, where)
-        if (self.nic == "ethernet") == (self.rdma_mbit is not None):  # only RDMA fabrics have it
-            problem, hint = "an Ethernet-only fabric has rdma_mbit", "remove rdma_mbit, or set nic"
-            if self.rdma_mbit is None:
-                problem, hint = "rdma_mbit is missing", "give the rate of its RDMA NIC in Mbit/s"
-            raise TestbedError(problem, where=where, hint=hint)
+        yield _odd_name("name", self.name, _NAME, "a fabric")
+        yield _odd_name("partition", self.partition, _NAME, where)
+        yield _odd_name("prefix", self.prefix or self.partition.lower(), _PREFIX, where)
+        has_rdma, has_rate = self.nic != "ethernet", self.rdma_mbit is not None
+        yield has_rate and not has_rdma, "an Ethernet-only fabric has rdma_mbit", "remove rdma_mbit, or set nic"
+        yield has_rdma and not has_rate, "rdma_mbit is missing", "give the rate of its RDMA NIC in Mbit/s"
 
     @property
     def interface(self) -> str | None:
@@ -69,7 +68,7 @@ class FabricSpec:
 
 
 @dataclass(frozen=True)
-class PartitionSpec:
+class PartitionSpec(Checked, where="partition {0.name}", error=TestbedError):
     """A Slurm partition in addition to the fabrics' own partitions, with nodes of one or more fabrics."""
 
     name: Annotated[str, key("name of the partition")]
@@ -80,11 +79,12 @@ class PartitionSpec:
     grace_s: Annotated[int, key("time from the signal to the end of a preempted job", unit="s", ge=0, le=3600)] = 0
 
     def __post_init__(self) -> None:
-        where = f"partition {self.name}"
         if self.preempt is False:
             object.__setattr__(self, "preempt", "off")  # YAML reads a bare off as false
-        check(self, where, TestbedError)
-        _check_name("name", self.name, _NAME, "a partition")
+        super().__post_init__()
+
+    def _mistakes(self) -> Iterator[Case]:
+        yield _odd_name("name", self.name, _NAME, "a partition")
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,7 @@ class Topology(Checked, where="topology {0.name}", error=TestbedError):
         object.__setattr__(self, "slurm", {name: str(value) for name, value in self.slurm.items()})
 
     def _mistakes(self) -> Iterator[Case]:
-        hint = f"write a text that matches {_NAME.pattern}"
-        yield not _NAME.fullmatch(self.name), f"name is {self.name!r}", hint, "topology"
+        yield _odd_name("name", self.name, _NAME, "topology")
         count = sum(fabric.nodes for fabric in self.fabrics)
         yield not self.fabrics, "no fabric", "list at least one under fabrics"
         yield count > MAX_NODES, f"{count} nodes, at most {MAX_NODES} fit", "use fewer nodes"

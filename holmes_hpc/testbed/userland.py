@@ -19,10 +19,7 @@ RELEASES = (NATIVE, "trixie")
 SHARED_FILES = ("passwd", "group", "hosts", "resolv.conf", "localtime", "ssl/certs/ca-certificates.crt", "pip.conf")
 PARTS = ("lib", "lib64", "libexec", "share", "include", "sbin", "bin")  # libraries first: later `mount`s use them
 
-SLURM_CLIENTS = (
-    *("sacct", "sacctmgr", "salloc", "sattach", "sbatch", "sbcast", "scancel", "scontrol", "sdiag", "sinfo", "sprio"),
-    *("squeue", "sreport", "srun", "sstat"),
-)
+CLIENTS = "sacct sacctmgr salloc sattach sbatch sbcast scancel scontrol sdiag sinfo sprio squeue sreport srun sstat"
 
 # $0 is the release's root. /usr/local stays the machine's.
 _ENTER = f'''for p in {" ".join(PARTS)}; do
@@ -72,7 +69,7 @@ def write_wrappers(root: Path, folder: Path) -> None:
     """Write scripts into `folder` that run programs of the Debian release in `root`.
     Each of Slurm's client commands gets a script of its name; `in-release COMMAND` runs any program."""
     folder.mkdir(mode=0o755, exist_ok=True)
-    clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in SLURM_CLIENTS]
+    clients = [path.name for path in (root / "usr" / "bin").iterdir() if path.name in CLIENTS.split()]
     for name in (*clients, "in-release"):
         script = folder / name
         command = '"$@"' if name == "in-release" else f'/usr/bin/{name} "$@"'
