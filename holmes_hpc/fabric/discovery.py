@@ -93,8 +93,8 @@ def discover(
     probes = {probe.kind: probe for probe in known}
     if wait_s is not None:
         probes |= _probe(listing, kinds, [kind for kind in kinds.values() if kind not in probes], settings, wait_s)
-    nodes = [_with_features(n, kinds, probes, settings.vocabulary) for n in listing.nodes]
-    grouping = group(nodes, listing.partitions, read_vocabulary(settings.vocabulary), settings)
+    nodes = [_probed(n, kinds, probes, settings.vocabulary) for n in listing.nodes]
+    grouping = group(nodes, listing.partitions, settings)
     problems = [probe.problem for probe in probes.values() if probe.problem]
     pools, origins, unknown_gpus = [], {}, {}
     parts = _with_trees(grouping.site(listing.cluster).pools, nodes, topology)
@@ -196,9 +196,7 @@ def _read_answer(kind: str, node: SiteNode, facts: Facts) -> Probe:
     return Probe(kind, facts.node, features, facts.gpu, facts.gpu_memory_gib, facts.gpus)
 
 
-def _with_features(
-    node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None
-) -> SiteNode:
+def _probed(node: SiteNode, kinds: Mapping[str, str], probes: Mapping[str, Probe], vocabulary: str | None) -> SiteNode:
     """Return the node with a reading of its features in Slurm and of those that the probe of its kind found. `kinds`:
     node -> kind, for nodes in pools. A node in no pool (a node that is down, for example) takes the first probed kind
     that it would have in one of its partitions."""

@@ -204,17 +204,14 @@ def _marker_file() -> Iterator[Path | None]:
         yield None
 
 
-def examine(
-    settings: NodeSettings = NodeSettings(), asking: bool = True, site_file: str | None = None
-) -> list[Finding]:
-    """Return all findings about this Slurm, errors first. If `asking` is true, short jobs also examine its idle nodes.
-    The jobs inherit the environment of this process. `site_file`: the path of the site file in use, if any."""
+def examine(settings: NodeSettings = NodeSettings(), jobs: bool = True, site_file: str | None = None) -> list[Finding]:
+    """Return all findings about this Slurm, errors first. `jobs`: whether short jobs also examine its idle nodes. The
+    jobs inherit the environment of this process. `site_file`: the path of the site file in use, if any."""
     partitions, config = read_partitions(), read_config()
     settings = with_associations(settings, partitions)
     nodes = read_nodes(settings.vocabulary)
-    facts: list[Facts] = []
-    findings: list[Finding] = []
-    if asking:
+    facts, findings = list[Facts](), list[Finding]()
+    if jobs:
         with _marker_file() as marker:
             facts, findings = ask_nodes(nodes, settings, marker)
     site = read_site_file(site_file) if site_file else None

@@ -147,8 +147,7 @@ def _read_features(features: tuple[str, ...], vocabulary: Vocabulary) -> Reading
     by_feature = {feature: vocabulary.meaning(feature) for feature in dict.fromkeys(features)}
     meanings = [m for m in by_feature.values() if m is not None]
     unknown = tuple(f for f, m in by_feature.items() if m is None)
-    assumptions: list[str] = []
-    problems: list[str] = []
+    assumptions, problems = list[str](), list[str]()
     nic = _nic_type(meanings, assumptions, problems)
     fabrics = sorted({m.fabric for m in meanings if m.fabric})
     if len(fabrics) > 1:

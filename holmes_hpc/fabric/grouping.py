@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from holmes_hpc.errors import SiteError
-from holmes_hpc.fabric.features import Vocabulary
+from holmes_hpc.fabric.features import Vocabulary, read_vocabulary
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.node_gpus import NodeGpus, node_gpus
 from holmes_hpc.fabric.nodes import K, SiteNode, grouped
@@ -70,16 +70,13 @@ class _Group:
 
 
 def group(
-    nodes: Sequence[SiteNode],
-    partitions: Sequence[Partition],
-    vocabulary: Vocabulary,
-    settings: NodeSettings = NodeSettings(),
+    nodes: Sequence[SiteNode], partitions: Sequence[Partition], settings: NodeSettings = NodeSettings()
 ) -> Grouping:
     """Return the pools of a Slurm cluster. Nodes with the same fabric label and NIC type form a fabric. Nodes without a
     label form one fabric per NIC type and partition. Nodes of a fabric with the same GPUs and partition form a pool. A
     node is left out if it is down, drained or reserved, is in no open partition, has features of several NIC types or
     fabrics, has only slices of GPUs, has no GPU although other nodes have, or cannot be selected by jobs."""
-    notes = _Notes()
+    notes, vocabulary = _Notes(), read_vocabulary(settings.vocabulary)
     SiteError.refuse_unknown("no partition", settings.partitions, {p.name for p in partitions}, "partitions")
     open_, skipped = usable_partitions(partitions, settings)
     refusals = {p.name: f"partition {p.name}: {reason}" for p, reason in skipped}

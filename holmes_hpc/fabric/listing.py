@@ -121,9 +121,8 @@ def listing_of(
     site: Site | None = None,
 ) -> Listing:
     """Return the listing of these nodes and partitions, with the pools of `site` if it is given. Runs no command."""
-    if site:
-        return Listing(cluster, tuple(nodes), tuple(partitions), Grouping(site.pools, site.assumptions, {}))
-    grouping = group(nodes, partitions, read_vocabulary(settings.vocabulary), settings)
+    of_site = Grouping(site.pools, site.assumptions, {}) if site else None
+    grouping = of_site or group(nodes, partitions, settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 

@@ -30,7 +30,6 @@ _LINE = re.compile(r"\s*([A-Z][A-Z0-9_]*)\s*=\s*(.*?)\s*\Z")
 
 def matches(value: str, name: str, port: int | None = None) -> bool:
     """Return whether `value` selects the interface (NCCL_SOCKET_IFNAME) or device (NCCL_IB_HCA) `name`, or its `port`.
-
     The rule is that of parseStringList and matchIfList in NCCL's src/misc/utils.cc. A value is a list of names,
     separated by commas. A leading ``^`` excludes the listed names instead of selecting them. ``=`` before the list
     requires equal names; without ``=``, `name` only has to start with a listed name. ``:1`` after a listed name selects
@@ -113,7 +112,6 @@ def _is_storage(nics: NodeNics, port: RdmaPort, storage: Sequence[str]) -> bool:
 
 def environment(nics: NodeNics, nic: NicType, node: str = "") -> dict[str, str]:
     """Return the variables (name -> value) that a rank on this node sets before its first NCCL call.
-
     `nic`: the NIC type of the node's fabric. NCCL reads its variables once per process, for all process groups. Their
     values start with ``=``, because ``mlx5_1`` without ``=`` would also match ``mlx5_10``. NCCL_IB_HCA is missing if
     the node shows no RDMA device (CPU nodes of the testbed, some containers) and the site names none. Raise SiteError
@@ -163,7 +161,6 @@ def refusals(
     network: str = "IB",
 ) -> list[Finding]:
     """Return a finding for each setting in `env`, or in NCCL's settings `files`, that would change a group's network.
-
     `required`: the variables that training sets on this node (:func:`environment`). A value in `env` that excludes a
     NIC of `required` is an error, because somebody set it on purpose. A value that allows more NICs is not, because
     training replaces it. The same holds for values in `files`, which the environment overrides. `nic`: the NIC type of

@@ -119,8 +119,7 @@ def ask_nodes(
     The jobs run this Python, so the nodes must have it, as for training. A node that fails or hangs does not affect
     other nodes. `settings`: the settings of the jobs; `shared`: a file that the nodes should see."""
     partitions, _ = usable_partitions(read_partitions(), settings)
-    jobs: list[Job] = []
-    unanswered: list[Finding] = []
+    jobs, unanswered = list[Job](), list[Finding]()
     usable = [n for n in nodes if n.usable and n.partitions]
 
     def access(n: Node) -> tuple[str | None, str | None]:

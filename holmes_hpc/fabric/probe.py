@@ -50,15 +50,14 @@ def probe(
     imitate read errors of the kernel. `dev`: the folder of device files; the default is ``/dev`` for ``/sys``."""
     notes: list[str] = []
     tree = _Tree(sysfs, read)
-    if ipv4 is None:
-        ipv4 = addresses() if sysfs == Path("/sys") else {}
-    if dev is None and sysfs == Path("/sys"):
-        dev = Path("/dev")
+    if sysfs == Path("/sys"):
+        ipv4 = addresses() if ipv4 is None else ipv4
+        dev = dev or Path("/dev")
     verbs = dev is not None and any(dev.glob("infiniband/uverbs*"))
     gpus = tree.gpus()
     ports = [port for device in tree.names("class/infiniband") for port in _read_ports(tree, device, gpus, notes)]
     names = [name for name in tree.names("class/net") if tree.is_dir(f"class/net/{name}")]
-    interfaces = [_read_interface(tree, name, ports, ipv4) for name in names]
+    interfaces = [_read_interface(tree, name, ports, ipv4 or {}) for name in names]
     interfaces.sort(key=lambda n: natural_key(n.name))
     ports.sort(key=lambda p: (natural_key(p.device), p.port))
     nics = NodeNics(tuple(interfaces), tuple(ports), tuple(g[-1] for g in gpus), (), bool(ipv4), verbs)
@@ -230,12 +229,14 @@ def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping
     if address is None:
         mapped = [gid_address(p.gid) for p in own_ports if p.gid]
         address = mapped[0] if mapped else None
+    state = tree.text(f"{base}/operstate") or "unknown"
+    has_flag = state == "unknown" and int(tree.text(f"{base}/flags") or "0x1", 16) & 1  # IFF_UP
     is_bond = tree.is_dir(f"{base}/bonding")
     driver = tree.target(f"{base}/device/driver") or ("bond" if is_bond else "")
     return Nic(
         name,
         type=nic,
-        up=_is_up(tree, base),
+        up=state in ("up", "dormant") or bool(has_flag),  # drivers without carrier detection have only the flag
         address=address,
         prefix=prefix,
         gbps=_read_speed(tree, base, is_bond, own_ports),
@@ -243,15 +244,8 @@ def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping
         member_of=tree.target(f"{base}/master"),
         driver=driver,
         # The kernel knows the carrier only while the interface is on.
-        carrier=tree.text(f"{base}/carrier") != "0" and tree.text(f"{base}/operstate") != "lowerlayerdown",
+        carrier=tree.text(f"{base}/carrier") != "0" and state != "lowerlayerdown",
     )
-
-
-def _is_up(tree: _Tree, base: str) -> bool:
-    state = tree.text(f"{base}/operstate") or "unknown"
-    if state == "unknown":  # drivers without carrier detection
-        return bool(int(tree.text(f"{base}/flags") or "0x1", 16) & 1)  # IFF_UP
-    return state in ("up", "dormant")
 
 
 def _read_speed(tree: _Tree, base: str, is_bond: bool, ports: list[RdmaPort]) -> float | None:

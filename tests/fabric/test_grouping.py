@@ -11,7 +11,6 @@ from slurm_text import node, partition, partition_line
 
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric import partitions as partitions_module
-from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE, NodeSettings, constraint, group
 from holmes_hpc.fabric.nic_types import NicType
 from holmes_hpc.fabric.partitions import usable_partitions, with_associations
@@ -19,11 +18,9 @@ from holmes_hpc.slurm.accounting import Association
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.slurm.scontrol import parse_partition
 
-VOCABULARY = read_vocabulary()
-
 
 def grouped(nodes, partitions, settings=NodeSettings()):
-    return group(nodes, partitions, VOCABULARY, settings)
+    return group(nodes, partitions, settings)
 
 
 def example():
@@ -82,7 +79,7 @@ def test_nic_names_in_features_apply_to_a_fabric_or_to_single_nodes() -> None:
 def test_nccl_networks_of_the_vocabulary_reach_the_fabrics(tmp_path: Path) -> None:
     (tmp_path / "own.yaml").write_text("networks: {ib: IBext_v11}\n")
     nodes, partitions = example()
-    grouping = group(nodes, partitions, read_vocabulary(tmp_path / "own.yaml"))
+    grouping = group(nodes, partitions, NodeSettings(str(tmp_path / "own.yaml")))
     assert [f.nccl_net for f in grouping.pools] == ["IBext_v11", None, None]
 
 

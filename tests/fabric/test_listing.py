@@ -73,7 +73,7 @@ def test_partitions_are_checked_against_the_users_associations(monkeypatch: pyte
     with pytest.raises(SiteError, match=r"no usable node \(ib1: partition ib: AllowAccounts lacks bio\)"):
         read_site()
     assert not report.listing().grouping.pools
-    assert "no node can be used" in [finding.what for finding in examine(asking=False)]
+    assert "no node can be used" in [finding.what for finding in examine(jobs=False)]
 
 
 @pytest.mark.integration
