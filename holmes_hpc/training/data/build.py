@@ -9,7 +9,7 @@ from holmes_hpc.config.data import DataConfig
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.training.data.prefix import Prefix, parse_blend
-from holmes_hpc.training.data.samples import Samples
+from holmes_hpc.training.data.samples import Datasets, Samples
 
 _VALIDATION = 1 << 32  # added to the seed of validation data, which thus differs from any 32-bit seed
 _NOISE = 0.1  # share of random tokens in learnable data
@@ -40,11 +40,8 @@ class Synthetic:
         return (tokens[np.arange(len(tokens)) - distance] + distance) % self.vocab
 
 
-def build_datasets(
-    data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None
-) -> tuple[Samples, Samples | None]:
+def build_datasets(data: DataConfig, train: TrainConfig, plan: Plan, run_dir: str | None) -> Datasets:
     """Return the training samples, and the validation samples if `train.eval_interval` is above 0.
-
     Rank 0 and every rank that needs data call it. With torch.distributed, initialize that first. Rank 0 checks the data
     and builds the index in `data.cache`, or under `run_dir` if `data.cache` is not set. The other ranks wait for its
     result in the rendezvous store, without a barrier. Raise the same DataError on all ranks for data that are missing,

@@ -28,16 +28,8 @@ from megatron.core.package_info import __version__ as megatron_version
 from holmes_hpc.config.data import DataConfig
 from holmes_hpc.errors import DataError
 from holmes_hpc.planning.plan.plan import Plan
-from holmes_hpc.training.data.prefix import (
-    Prefix,
-    check_data,
-    digest,
-    parse_blend,
-    parse_split,
-    sample_count,
-    sequence_bounds,
-)
-from holmes_hpc.training.data.samples import Samples, permute
+from holmes_hpc.training.data.prefix import Fractions, Prefix, check_data, digest, parse_blend, parse_split
+from holmes_hpc.training.data.samples import Datasets, Samples, permute
 from holmes_hpc.waiting import wait_until
 
 _BLEND_PERIOD = 1 << 20  # samples after which the pattern of a blend repeats
@@ -61,13 +53,12 @@ vars(gpt_dataset).update(numpy=_NumpyWithoutPickles(), safe_numpy_load=_NumpyWit
 
 
 class Source:
-    """The endless samples of one split of one prefix. Each epoch has another order. `fractions`: where the split starts
-    and ends, as fractions of the prefix's sequences; `config`: a GPTDatasetConfig."""
+    """The endless samples of one split of one prefix. Each epoch has another order. `config`: a GPTDatasetConfig."""
 
-    def __init__(self, prefix: Prefix, fractions: tuple[float, float], split: Split, config: Any) -> None:
+    def __init__(self, prefix: Prefix, fractions: Fractions, split: Split, config: Any) -> None:
         self.name = prefix.path
         low_level_dataset = GPTDataset.build_low_level_dataset(prefix.path, config)
-        sequences = np.arange(*sequence_bounds(prefix, fractions), dtype=np.int32)
+        sequences = np.arange(*prefix.sequence_bounds(fractions), dtype=np.int32)
         self._dataset = GPTDataset(low_level_dataset, prefix.path, sequences, None, split, config)
         self._key = (config.random_seed, split.value)
 
@@ -106,9 +97,7 @@ class Blend:
         return self._sources[source].tokens(period * int(counts[source]) + int(samples[period_index]))
 
 
-def build(
-    data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool
-) -> tuple[Samples, Samples | None]:
+def build(data: DataConfig, seed: int, plan: Plan, run_dir: str | None, evaluates: bool) -> Datasets:
     """Build the data sets for build.build_datasets.
     The index is in `data.cache` if that is set. Otherwise it is in the run directory or, without one, beside PREFIX."""
     (names, weights), split = parse_blend(data.prefix), parse_split(data.split, evaluates)
@@ -131,7 +120,7 @@ def build(
         config = GPTDatasetConfig(**options, path_to_cache=str(directory), tokenizer=tokenizer)
         datasets: list[Samples] = []
         for fractions, kind in zip(split.values(), (Split.train, Split.valid), strict=False):
-            sources = [Source(p, fractions, kind, config) for p in prefixes if sample_count(p, fractions, length) > 0]
+            sources = [Source(p, fractions, kind, config) for p in prefixes if p.sample_count(fractions, length) > 0]
             datasets.append(sources[0] if len(sources) == 1 else Blend(sources, weights or [len(s) for s in sources]))
         return datasets
 

@@ -27,6 +27,7 @@ _SCAN_BYTES = 4 << 20  # read from a .bin at a time
 _MAX_CHECKED_BYTES = 256 << 20  # read from an .idx, and from a .bin of unknown vocabulary, before a job is submitted
 _BLOCK = 1 << 18  # entries of an .idx that are checked at a time
 _PREPARE_HINT = "create it with `holmes data prepare FILES -o PREFIX`"
+Fractions = tuple[float, float]  # of a prefix's sequences: where a part of the data starts and ends
 _INTEGER_KEYS = ("documents", "sequences", "tokens", "vocab", "eod")  # of PREFIX.json
 
 
@@ -116,6 +117,15 @@ class Prefix:
             pointer = struct.unpack("<q", f.read(8))[0]
         return pointer // self.dtype().itemsize + length
 
+    def sequence_bounds(self, fractions: Fractions) -> tuple[int, int]:
+        """Return the first sequence of a part of the data, and the first one after it."""
+        return round(fractions[0] * self.sequences), round(fractions[1] * self.sequences)
+
+    def sample_count(self, fractions: Fractions, length: int) -> int:
+        """Return the number of samples of `length` tokens in a part of the data."""
+        first, last = map(self.first_token, self.sequence_bounds(fractions))
+        return (last - first - 1) // length
+
     @property
     def tokens(self) -> int:
         return self.bin_bytes // self.dtype().itemsize
@@ -190,8 +200,8 @@ def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], 
     return [str(n) for n in names], [float(w) for w in weights] or None
 
 
-def parse_split(split: str, evaluates: bool) -> dict[str, tuple[float, float]]:
-    """Parse "90,10" into {"training": (first, last), "validation": (first, last)}, as fractions of the data.
+def parse_split(split: str, evaluates: bool) -> dict[str, Fractions]:
+    """Parse "90,10" into the fractions of "training" and "validation".
     Validation is omitted unless the run `evaluates`."""
     try:
         parts = [float(p) for p in str(split).split(",")]
@@ -204,24 +214,13 @@ def parse_split(split: str, evaluates: bool) -> dict[str, tuple[float, float]]:
     return {"training": (0.0, first / total), **validation}
 
 
-def sequence_bounds(prefix: Prefix, fractions: tuple[float, float]) -> tuple[int, int]:
-    return round(fractions[0] * prefix.sequences), round(fractions[1] * prefix.sequences)
-
-
-def sample_count(prefix: Prefix, fractions: tuple[float, float], length: int) -> int:
-    first, last = sequence_bounds(prefix, fractions)
-    return (prefix.first_token(last) - prefix.first_token(first) - 1) // length
-
-
-def check_lengths(
-    prefixes: Sequence[Prefix], split: Mapping[str, tuple[float, float]], batch: Batch, is_weighted: bool
-) -> None:
+def check_lengths(prefixes: Sequence[Prefix], split: Mapping[str, Fractions], batch: Batch, is_weighted: bool) -> None:
     """Raise DataError if a part of the `split` has fewer samples than a step.
     If `is_weighted`, each part also needs a sample of every prefix."""
     length, size = batch.sequence_length, batch.global_size
     hint = "use more text, a smaller batch, a shorter sequence or another data.split"
     for name, fractions in split.items():
-        counts = {p.path: max(0, sample_count(p, fractions, length)) for p in prefixes}
+        counts = {p.path: max(0, p.sample_count(fractions, length)) for p in prefixes}
         total, empty = sum(counts.values()), [path for path, count in counts.items() if is_weighted and not count]
         too_few = f"its {name} part has {total} samples of {length} tokens, a step takes {size}"
         too_short = f"its {name} part is shorter than one sample of {length} tokens"

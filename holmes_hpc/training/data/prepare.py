@@ -84,7 +84,6 @@ def prepare(
     force: bool = False,
 ) -> DatasetSummary:
     """Tokenize `files`, and all files below the folders among them, into PREFIX.bin and PREFIX.idx.
-
     `files`: text, JSON lines or Parquet (text_files.py); `tokenizer`: a Hugging Face tokenizer.json, or None for bytes;
     `workers`: the number of processes, by default that of usable CPUs; `force`: replace other data in PREFIX. After an
     interrupted call, a second call with the same arguments continues; after a successful one, it returns immediately.
@@ -276,8 +275,7 @@ def _tokenize_in_worker(part: _Part) -> None:
 
 def _tokenize_part(part: _Part, tokenizer: Tokenizer, json_key: str, on_read: Callable[[int], None]) -> None:
     """Write TARGET.bin (token ids), then TARGET.npz: each sequence's length and whether it ends a document."""
-    lengths: list[int] = []
-    ends: list[bool] = []
+    lengths, ends = list[int](), list[bool]()
     dtype = np.dtype(_token_type(tokenizer.vocab))
     with _atomic_write(f"{part.target}.bin") as file:
         for extent in part.extents:

@@ -35,6 +35,9 @@ class Samples(Protocol):
         ...
 
 
+Datasets = tuple[Samples, Samples | None]  # for training and validation
+
+
 def permute(index: int, size: int, key: tuple[int, int]) -> int:
     """Return the position of `index` in a pseudo-random permutation of range(size), in constant memory: a four-round
     Feistel network over the next power of four, repeated until the result is below `size` (Black and Rogaway, 2002)."""
@@ -66,7 +69,6 @@ def batches(
     stage: int = 0,
 ) -> Iterator[dict[str, Any]]:
     """Yield the micro-batches of data-parallel rank `dp_rank` of `stage` from step `start_step` on, without end.
-
     A step has `plan.micro_batches` micro-batches, or with per-stage TP/DP those that the plan routes to this replica.
     Keys: tokens, labels, position_ids (int64, shape (micro size, sequence length)); loss_mask (float32, same shape);
     attention_mask (None for causal attention). `document_end`: the token at which :func:`separate_documents` separates

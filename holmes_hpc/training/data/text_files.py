@@ -44,12 +44,10 @@ def extents(path: str, max_bytes: int) -> list[Extent]:
     it cannot be read."""
     with DataError.instead_of(OSError, where=path, hint="give readable text files"), open_file(path) as f:
         stat, head = Path(path).stat(), f.read(8)
+    size, changed_ns = stat.st_size, stat.st_mtime_ns
     if head.startswith((*_DECOMPRESSORS, _PARQUET_MAGIC)):
-        return [Extent(path, 0, None, stat.st_size, stat.st_mtime_ns)]
-    return [
-        Extent(path, a, min(a + max_bytes, stat.st_size), stat.st_size, stat.st_mtime_ns)
-        for a in range(0, stat.st_size, max_bytes)
-    ]
+        return [Extent(path, 0, None, size, changed_ns)]
+    return [Extent(path, a, min(a + max_bytes, size), size, changed_ns) for a in range(0, size, max_bytes)]
 
 
 def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> Iterator[tuple[str, bool]]:
@@ -69,12 +67,9 @@ def documents(extent: Extent, json_key: str, on_read: Callable[[int], None]) -> 
             reader = _CountingReader(raw, f, on_read)
             if extent.start:
                 reader.seek(extent.start)
-            yield from (_json_lines if _is_json(extent.path) else _text)(extent, json_key, reader)
-
-
-def _is_json(path: str) -> bool:
-    name = Path(path)
-    return (Path(name.stem).suffix if name.suffix in _COMPRESSED_SUFFIXES else name.suffix) in _JSON_SUFFIXES
+            name = Path(extent.path)
+            suffix = (Path(name.stem) if name.suffix in _COMPRESSED_SUFFIXES else name).suffix
+            yield from (_json_lines if suffix in _JSON_SUFFIXES else _text)(extent, json_key, reader)
 
 
 def _zstandard(raw: IO[bytes]) -> io.BufferedReader:
