@@ -1,9 +1,7 @@
 """The calibration of one rank: train some steps, then measure the parts of a step, layers of other shapes, networks.
 
 All ranks measure at the same time and as in training: with the plan's process groups and the model's layers (emulated
-layers, if set). Other shapes are other micro-batch sizes and sequence lengths. Rank 0 writes the results of each pool
-to ``calibration.yaml`` in the run directory. SHAPES_S seconds after the training steps, the remaining shapes are
-omitted. DEADLINE_S seconds after these steps, the Ethernet between pools is omitted too.
+layers, if set). Rank 0 writes the results of each pool to ``calibration.yaml`` in the run directory.
 """
 
 import math
@@ -19,6 +17,7 @@ import torch
 import yaml
 
 from holmes_hpc.config.configuration import Configuration
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import RunFailed
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPart, MeasuredPool
@@ -42,9 +41,11 @@ from holmes_hpc.training.session import Session, run_in_session
 FILE = "calibration.yaml"
 WARM_UP = 3  # steps, or passes through a layer
 PART_REPEATS = 12
-DEADLINE_S, SHAPES_S = 150.0, 75.0  # limits after the steps: of all optional measurements and of other shapes
+# Limits after the steps: of all optional measurements (the Ethernet between pools is the last), and of other shapes.
+DEADLINE_S, SHAPES_S = 150.0, 75.0
 MAX_TOKEN_RATIO = 4  # limit of another shape's tokens / the plan's, so that a layer fits into a stage's memory
 PASS = "pass"  # name of the time that a pass takes beyond the sum of its parts
+Rows = Sequence[dict[str, Any]]  # of each rank (:func:`build_calibration`), or lines of metrics.jsonl
 Shape = tuple[int, int]  # micro-batch size, sequence length
 Times = dict[tuple[str, Shape], tuple[float, float]]  # (name of a part or PASS, shape) -> seconds (forward, backward)
 
@@ -183,14 +184,7 @@ def _passes_s(
 
 
 def build_calibration(
-    plan: Plan,
-    ranks: Sequence[dict[str, Any]],
-    fitted: networks.FittedLinks,
-    steps: Sequence[dict[str, Any]],
-    *,
-    all_reduce_s: float,
-    dtype: str,
-    pace_layer_ms: float | None,
+    plan: Plan, ranks: Rows, fitted: networks.FittedLinks, steps: Rows, *, all_reduce_s: float, train: TrainConfig
 ) -> Calibration:
     """Return the calibration: each pool has the times and links of its own ranks. `ranks`: for each rank `device` and
     `times` (rows: name, micro size, sequence length, forward and backward seconds). `steps`: the lines of metrics.jsonl
@@ -205,11 +199,12 @@ def build_calibration(
         pools.append(MeasuredPool(name, gpu, device, parts, links.get(name, {}), optimizer_s.get(name), pass_s))
     other_s = [statistics.mean(stage["other_s"] for stage in line["breakdown"]) for line in steps]
     step_s = all_reduce_s + statistics.median(other_s)
-    calibration = Calibration(tuple(pools), (), pace_layer_ms, step_s, dtype, f"{now()}, plan {plan.id}")
+    made = f"{now()}, plan {plan.id}"
+    calibration = Calibration(tuple(pools), (), train.pace_layer_ms, step_s, train.dtype, made)
     return replace(calibration, between=networks.links_between_fabrics(fitted, calibration, plan.site))
 
 
-def _median_times(ranks: Sequence[dict[str, Any]]) -> Times:
+def _median_times(ranks: Rows) -> Times:
     """Return the median times of each part over the ranks that have this part."""
     rows = (row for rank in ranks for row in rank["times"])
     times = grouped(((name, (micro, sequence)), seconds) for name, micro, sequence, *seconds in rows)
@@ -222,7 +217,7 @@ def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: 
     return MeasuredPart(name, m.hidden, tokens, p.tp, flops, forward_s, backward_s, shape[1], is_split)
 
 
-def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float]:
+def _optimizer_s(plan: Plan, steps: Rows) -> dict[str, float]:
     """Return, for each pool, the optimizer's seconds per parameter that a rank updates, on the pool's slowest stage. A
     stage with replicas in several pools counts for each of these pools, or for none if their GPUs differ."""
     p = plan.parallel
@@ -240,15 +235,13 @@ def _optimizer_s(plan: Plan, steps: Sequence[dict[str, Any]]) -> dict[str, float
 
 
 def _write_calibration(
-    trainer: Trainer, ranks: Sequence[dict[str, Any]], samples: list[networks.Sample], all_reduce_s: float
+    trainer: Trainer, ranks: Rows, samples: list[networks.Sample], all_reduce_s: float
 ) -> dict[str, Any]:
     """Write and return the calibration. Log how well it reproduces the measured link times and step time."""
     train, plan, run = trainer.settings, trainer.plan, trainer.session.run
     fitted = networks.fit(samples)
     steps = [line for line in run.metrics() if line["step"] > min(WARM_UP, train.steps - 1)]
-    calibration = build_calibration(
-        plan, ranks, fitted, steps, all_reduce_s=all_reduce_s, dtype=train.dtype, pace_layer_ms=train.pace_layer_ms
-    )
+    calibration = build_calibration(plan, ranks, fitted, steps, all_reduce_s=all_reduce_s, train=train)
     for sample in samples:
         times = f"{sample.seconds:.6f} s, fit {networks.fitted_s(sample, fitted):.6f} s"
         log_line(f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {times}")

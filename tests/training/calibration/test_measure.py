@@ -14,6 +14,7 @@ from sites import A100, H100, one_fabric
 
 from holmes_hpc.config.model import Batch
 from holmes_hpc.config.plan_options import PlanOptions
+from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.fabric.site import Site
 from holmes_hpc.planning.cost.calibration import Calibration, MeasuredPool
 from holmes_hpc.planning.cost.costs import Costs
@@ -172,9 +173,8 @@ def test_each_fabric_has_the_times_of_its_own_ranks() -> None:
         for gpu, layer_s in (("A100-SXM4-80GB", 0.02), ("A100-SXM4-80GB", 0.04), ("H100", 0.01), ("H100", 0.012))
     ]
     lines = [{"breakdown": [{"optimizer_s": s, "other_s": 0.001} for s in (0.3, 0.1)]}] * 3
-    calibration = measure.build_calibration(
-        plan, ranks, {}, lines, all_reduce_s=0.002, dtype="bf16", pace_layer_ms=None
-    )
+    train = TrainConfig(dtype="bf16")
+    calibration = measure.build_calibration(plan, ranks, {}, lines, all_reduce_s=0.002, train=train)
     assert [(f.fabric, f.gpu, f.device) for f in calibration.fabrics] == [
         ("a", "a100-80gb", "NVIDIA A100-SXM4-80GB"),
         ("h", "h100-80gb", "NVIDIA H100"),
