@@ -6,11 +6,9 @@ pass, or the all-reduce of the gradient norm between stages. They are measured b
 run uses the host's clock. A CUDA run records a CUDA event whenever the part changes, and reads the events after the
 step. Its times are therefore those of the device.
 
-A :class:`Trace` writes trace/rank-N.jsonl. A line is one event with step, stage, kind, micro_batch, chunk, start_s,
-end_s (seconds since the epoch) and held (micro-batches whose activations the stage held). The planner's simulated
-timeline has the same keys. The kinds forward and backward are compute. Eager 1F1B adds wait_forward and wait_backward
-(the stage waits for a transfer). It also adds send_forward, receive_forward, send_backward and receive_backward, which
-last from the post of a transfer to its completion.
+A :class:`Trace` writes trace/rank-N.jsonl. A line has step, stage and the fields of :class:`TraceEvent`, with
+times in seconds since the epoch. The planner's simulated timeline has the same keys. Only eager 1F1B has waits and
+transfers.
 """
 
 import json
@@ -167,11 +165,8 @@ class Trace:
 
 
 def trace_timers(breakdown: Breakdown, trace: Trace, passes: Sequence[Pass]) -> None:
-    """Add an event to `trace` whenever a forward-compute or backward-compute timer of `breakdown` stops.
-
-    Megatron-Core's schedules do not name the micro-batch of a timer. It is therefore taken from `passes`: the passes of
-    this stage in a step, in order.
-    """
+    """Add an event to `trace` whenever a forward-compute or backward-compute timer of `breakdown` stops. `passes`: the
+    passes of this stage in a step, in order, because Megatron-Core's schedules do not name a timer's micro-batch."""
     numbers, held_passes = count(), 0
 
     def add_event(start: float) -> None:

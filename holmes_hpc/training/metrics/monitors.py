@@ -6,7 +6,7 @@ from typing import Any
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.training.checkpoint.save_and_load import Checkpoints
 from holmes_hpc.training.metrics.metrics_line import NIC_COLUMNS, SENT_COLUMNS, part_by_rank
-from holmes_hpc.training.metrics.openmetrics import Exporter
+from holmes_hpc.training.metrics.openmetrics import Exporter, Factors
 from holmes_hpc.training.network.audit import Audit, planned_bytes
 from holmes_hpc.training.network.destinations import Destinations
 from holmes_hpc.training.network.nic_bytes import Rows
@@ -18,15 +18,13 @@ UNBALANCED = 1.1  # of `expert_imbalance`: from here on, a rank may take longer 
 
 
 class Monitors:
-    """The monitors of a session. They also pass each step to the exporter of ``train.openmetrics``, if it is set.
-
-    `factors`: see :class:`holmes_hpc.training.network.audit.Audit`; `checkpoints`: see :class:`Exporter`."""
+    """The monitors of a session. They also pass each step to the exporter of ``train.openmetrics``, if it is set."""
 
     def __init__(
         self,
         session: Session,
         train: TrainConfig,
-        factors: Mapping[str, float],
+        factors: Factors,
         destinations: Destinations,
         checkpoints: Checkpoints,
     ) -> None:
@@ -47,7 +45,6 @@ class Monitors:
 
     def add(self, rows: Rows, line: Mapping[str, Any], is_step_only: bool) -> Iterator[object]:
         """Add a step and yield warnings about it.
-
         `rows`: the rows of all ranks; `line`: the step's line of metrics.jsonl; `is_step_only`: whether the step's
         traffic and time include nothing of connection set-up, a checkpoint or validation."""
         sent = rows[:, SENT_COLUMNS]

@@ -40,6 +40,7 @@ class Family(NamedTuple):
 
 
 FAMILIES = {name: Family(**facts) for name, facts in read_table(__file__).items()}
+Factors = Mapping[str, float]  # network -> bytes on the wire per byte of payload
 Sample = tuple[str, Sequence[Any], float]  # family, values of its labels, value
 
 
@@ -72,17 +73,10 @@ class GpuFigures:
 
 class Exporter:
     """The exporter of ``train.openmetrics``. If it cannot write or listen, training goes on with one warning.
-
-    `factors`: network -> bytes on the wire per byte of payload; `checkpoints`: the run's checkpoints; `planned`: the
-    result of :func:`audit.planned_bytes`."""
+    `checkpoints`: the run's checkpoints; `planned`: the result of :func:`audit.planned_bytes`."""
 
     def __init__(
-        self,
-        session: Session,
-        train: TrainConfig,
-        factors: Mapping[str, float],
-        checkpoints: Checkpoints,
-        planned: PlannedBytes,
+        self, session: Session, train: TrainConfig, factors: Factors, checkpoints: Checkpoints, planned: PlannedBytes
     ) -> None:
         plan, run, self._checkpoints = session.plan, session.run, checkpoints
         self._constants = {"steps": train.steps, "restarts": session.attempt - 1}
@@ -107,10 +101,8 @@ class Exporter:
                 log_line(f"warning: port {train.openmetrics}: {e.strerror or e}; {hint}")
 
     def add(self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]) -> None:
-        """Add a step, and write its metrics if the last write was at least five seconds ago.
-
-        `line`: the step's line of metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: each rank's GPU_FIGURES.
-        """
+        """Add a step, and write its metrics if the last write was at least five seconds ago. `line`: the step's line of
+        metrics.jsonl; `slow`: slow link -> its slowdown; `gpus`: each rank's GPU_FIGURES."""
         self._useful_s += line["step_time_s"]
         for network, amount in self._planned.items():
             self._totals["nic_planned_bytes", network] += amount
@@ -140,9 +132,7 @@ class Exporter:
                     log_line(f"warning: {self._path}: {e.what}; {hint}")
                 self._has_failed = True
 
-    def _samples(
-        self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Sequence[float]]
-    ) -> list[Sample]:
+    def _samples(self, line: Mapping[str, Any], slow: Mapping[str, float], gpus: Sequence[Any]) -> list[Sample]:
         return [
             *((name, (), value) for name, value in self._constants.items()),
             *((name, (), line[family.field]) for name, family in FAMILIES.items() if family.field),

@@ -13,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from holmes_hpc.config.train import Profile
 from holmes_hpc.training.rank.log import log_line
 
+Waits = Sequence[Callable[[], None]]
 _finished = list[profile]()  # kept alive, because in torch 2.13 a freed profile crashes a later garbage collection
 
 
@@ -44,20 +45,12 @@ class Ranges:
 
 class Profiler:
     """The profiler of a rank, which writes a trace into `folder`.
-
     `window`: the steps and ranks to profile, None for no profile; `group`: a process group of all ranks; `waits`: they
     wait for all operations in progress. An operation of gloo that ends after its profile writes into freed memory
-    (torch 2.13), which changed gradients. Raise ConfigError if `window` names a rank that does not exist.
-    """
+    (torch 2.13), which changed gradients. Raise ConfigError if `window` names a rank that does not exist."""
 
     def __init__(
-        self,
-        window: Profile | None,
-        folder: Path,
-        rank: int,
-        world_size: int,
-        group: Any = None,
-        waits: Sequence[Callable[[], None]] = (),
+        self, window: Profile | None, folder: Path, rank: int, world_size: int, group: Any = None, waits: Waits = ()
     ) -> None:
         if window is not None:
             window.check_ranks(world_size)
