@@ -38,7 +38,7 @@ def held_ranges(models: Sequence[Any], optimizer: Any, tied: bool, with_moments:
         is_sharded = inner in megatron_versions.distributed(optimizer)
         parameters = inner.model_param_gbuf_map if is_sharded else _by_main_parameter(inner, names)
         for parameter in parameters:
-            main = parameters[parameter] if not is_sharded else _main_parameter(inner, parameter)
+            main = parameters[parameter] if not is_sharded else megatron_versions.main_parameter(inner, parameter)
             state = inner.optimizer.state[main] if with_moments else {}
             moments = [moment for name, moment in sorted(state.items()) if name != "step"]
             first, kept = 0, slice(0, main.numel())
@@ -60,12 +60,6 @@ def _name(local_name: str, parameter: torch.Tensor, chunk: Any, tied: bool) -> s
     name, group = gpt.global_name(local_name, chunk, tied), experts.tensor_parallel_group(parameter)
     is_split = getattr(parameter, "tensor_model_parallel", False) and group.size() > 1
     return f"{name} part {group.rank()} of {group.size()}" if is_split else name
-
-
-def _main_parameter(inner: Any, parameter: torch.Tensor) -> torch.Tensor:
-    """Return the part of a parameter, in fp32, that a distributed optimizer updates on this rank."""
-    group, order = inner.model_param_group_index_map[parameter]
-    return inner.optimizer.param_groups[group]["params"][order]
 
 
 def _by_main_parameter(inner: Any, parameters: Any) -> dict[torch.Tensor, torch.Tensor]:

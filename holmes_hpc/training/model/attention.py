@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError, PlanError
@@ -35,9 +36,7 @@ class SdpaAttention(MegatronModule):
         self._dropout = config.attention_dropout
         self._exchanges_heads = cp_comm_type == "a2a"
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **_: Any
-    ) -> torch.Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **_: Any) -> Tensor:
         """Return the attention output of this rank, (sequence, batch, heads * width). `query`: (sequence, batch, heads,
         width); `key`, `value`: (…, groups, width); `attention_mask`: from samples.separate_documents; None: causal."""
         attend = partial(self._attend, excluded=attention_mask)
@@ -45,9 +44,7 @@ class SdpaAttention(MegatronModule):
             attend = partial(context_parallel.with_all_tokens, attend)
         return attend(query, key, value).flatten(2)
 
-    def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, excluded: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, excluded: Tensor | None) -> Tensor:
         """Return the attention output in the shape of `query`. `excluded`: a mask, True for hidden pairs of tokens."""
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         if context_parallel.size() > 1 and not self._exchanges_heads:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.tensor_parallel.mappings import all_to_all
+from torch import Tensor
 
-Pending = tuple[torch.Tensor, list[Any]]  # the received tensor; the requests, then the sent tensor to keep it
+Pending = tuple[Tensor, list[Any]]  # the received tensor; the requests, then the sent tensor to keep it
 
 
 def size() -> int:
@@ -27,7 +28,7 @@ def support_cpu() -> None:
     rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda whole, dimension, group: _part(whole, dimension)
 
 
-def _part(whole: torch.Tensor, dimension: int, rank: int | None = None) -> torch.Tensor:
+def _part(whole: Tensor, dimension: int, rank: int | None = None) -> Tensor:
     """Return the two chunks of `whole` that `rank` holds (None: this rank). `dimension`: that of the tokens."""
     chunks = whole.chunk(2 * size(), dimension)
     rank = parallel_state.get_context_parallel_rank() if rank is None else rank
@@ -44,7 +45,7 @@ def part_of(batch: dict[str, Any]) -> dict[str, Any]:
     return part | {"loss_tokens": batch["loss_mask"].sum()}
 
 
-def with_all_tokens(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+def with_all_tokens(attend: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """Return the output of `attend` for this rank's tokens and all heads. `attend` is called with the tokens of all
     ranks and 1/`cp` of the heads. Tensors are (tokens, batch, heads, width)."""
     exchange = partial(all_to_all, parallel_state.get_context_parallel_group())  # of parts, one per rank
@@ -63,13 +64,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        scale: float | None,
-    ) -> torch.Tensor:
+        context: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
         """Return the attention output in the shape of `query`: of each ring step, weighted by softmax sums."""
         local_key_value = passing = torch.stack([key, value])
         output = torch.zeros_like(query, dtype=torch.float32)
@@ -89,7 +85,7 @@ class RingAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override, unused-ignore]
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override, unused-ignore]
         query, passing, output, log_sum = context.saved_tensors
         query_gradient = torch.zeros_like(query)
         kv_gradient = torch.zeros_like(passing)  # of this rank's keys and values
@@ -113,9 +109,8 @@ class RingAttention(torch.autograd.Function):
         return query_gradient, kv_gradient[0], kv_gradient[1], None, None
 
 
-def _visible(step: int, query: torch.Tensor, mask: torch.Tensor | None) -> tuple[slice, slice, dict[str, Any]]:
+def _visible(step: int, query: Tensor, mask: Tensor | None) -> tuple[slice, slice, dict[str, Any]]:
     """Return the slices of this rank's queries and of the keys that take part in a ring step, and the kernel's options.
-
     In step 0, the keys are this rank's own. Keys of an earlier rank lie in chunks around this rank's two chunks, so
     only their first chunk is visible. Keys of a later rank lie between this rank's chunks, so only the second chunk of
     queries sees them. Hidden scores stay finite, because all scores of a query may be hidden in one step. The output of
@@ -133,7 +128,7 @@ def _visible(step: int, query: torch.Tensor, mask: torch.Tensor | None) -> tuple
     return rows, columns, {"attn_mask": scores.masked_fill_(hidden, -1e9)}
 
 
-def _pass_on(tensor: torch.Tensor) -> Pending:
+def _pass_on(tensor: Tensor) -> Pending:
     """Start to send a tensor to the next rank of the ring and to receive one from the rank before."""
     group = parallel_state.get_context_parallel_group()
     ranks, position = dist.get_process_group_ranks(group), group.rank()
@@ -145,16 +140,14 @@ def _pass_on(tensor: torch.Tensor) -> Pending:
     return received, [*dist.batch_isend_irecv(transfers), sent]
 
 
-def _arrived(pending: Pending) -> torch.Tensor:
+def _arrived(pending: Pending) -> Tensor:
     received, (*requests, _) = pending
     for request in requests:
         request.wait()
     return received
 
 
-def _attend(
-    query: torch.Tensor, key_value: torch.Tensor, visible: dict[str, Any], scale: float | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _attend(query: Tensor, key_value: Tensor, visible: dict[str, Any], scale: float | None) -> tuple[Tensor, Tensor]:
     """Return the attention output and the logarithm of each softmax's sum. `visible`: arguments of the kernel."""
     key, value = _for_each_query(key_value, query)
     if query.is_cuda:
@@ -163,15 +156,15 @@ def _attend(
 
 
 def _attend_backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    output: torch.Tensor,
-    log_sum: torch.Tensor,
+    gradient: Tensor,
+    query: Tensor,
+    output: Tensor,
+    log_sum: Tensor,
     *,
-    key_value: torch.Tensor,
+    key_value: Tensor,
     visible: dict[str, Any],
     scale: float | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of queries, and keys and values, in a ring step. `output`, `log_sum`: of all steps."""
     key, value = _for_each_query(key_value, query)
     tensors = gradient, query, key, value, output, log_sum.contiguous()
@@ -188,6 +181,6 @@ def _attend_backward(
     return queries, torch.stack(key_values).unflatten(2, (key_value.size(2), -1)).sum(3)
 
 
-def _for_each_query(key_value: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+def _for_each_query(key_value: Tensor, query: Tensor) -> Tensor:
     """Return keys and values with as many heads as the queries."""
     return key_value.repeat_interleave(query.size(1) // key_value.size(2), 2)

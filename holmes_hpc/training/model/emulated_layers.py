@@ -19,7 +19,7 @@ from holmes_hpc.errors import ConfigError, nearest
 from holmes_hpc.planning.cost.timing import WEIGHT_SHARE
 from holmes_hpc.slurm.hostlist import expand
 from holmes_hpc.training.model import experts
-from holmes_hpc.training.model.weight_gradients import WeightGradients
+from holmes_hpc.training.model.weight_gradients import Timers, WeightGradients
 
 
 def wait_until(moment: float) -> None:
@@ -71,24 +71,18 @@ class Clock:
 
 
 class EmulatedLayer:
-    """A layer of a chunk, whose ``forward`` takes `forward_s`, and its backward pass `backward_s`. `ends`: whether it
-    is (the first, the last) layer of the chunk. In the backward pass, most of the wait comes before the computation.
-    Gradients then appear at the end of the pass's time, as on an accelerator."""
+    """A layer of a chunk. `times_s`: the times of its (forward, backward) pass; `ends`: whether it is (the first, the
+    last) layer of the chunk. In the backward pass, most of the wait comes before the computation. Gradients then appear
+    at the end of the pass's time, as on an accelerator."""
 
     def __init__(
-        self,
-        layer: torch.nn.Module,
-        chunk: int,
-        ends: tuple[bool, bool],
-        forward_s: float,
-        backward_s: float,
-        clock: Clock,
+        self, layer: torch.nn.Module, chunk: int, ends: tuple[bool, bool], times_s: tuple[float, float], clock: Clock
     ) -> None:
-        self._forward, self.forward_s, self._clock = layer.forward, forward_s, clock
-        self._passes, self._ends = (("forward", chunk), ("backward", chunk)), ends
+        self._forward, self._clock, self._ends = layer.forward, clock, ends
+        self.forward_s, self._backward_s = times_s
+        self._passes = ("forward", chunk), ("backward", chunk)
         self._start = self._end = self._exchanged_s = 0.0
-        self._backward_s = backward_s
-        self._compute_s = backward_s  # compute time of the last backward pass; the first waits only after computing
+        self._compute_s = self._backward_s  # of the last backward pass; the first waits only after computing
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         end = self._clock.start_layer(self.forward_s, self._passes[0], self._ends[1]) - self._clock.exchanged_s
@@ -145,10 +139,7 @@ def factor(factors: Mapping[str, float], places: Sequence[tuple[str, str]], rank
 
 
 def emulate(
-    chunks: Iterable[Sequence[torch.nn.Module]],
-    layer_ms: float,
-    timers: Callable[[str], Any],
-    weights: WeightGradients | None = None,
+    chunks: Iterable[Sequence[torch.nn.Module]], layer_ms: float, timers: Timers, weights: WeightGradients | None = None
 ) -> None:
     """Make every layer of a rank's chunks take `layer_ms` (above 0) forward. `timers`: returns the timer of a name,
     which Megatron-Core starts and stops at each pass; `weights`: weight gradients, if weight passes compute them."""
@@ -163,9 +154,9 @@ def emulate(
         timer.stop = _in_turn(clock.finish_pass, timer.stop)
     for chunk, layers in enumerate(chunks):
         for number, layer in enumerate(layers):
-            ends = (number == 0, number == len(layers) - 1)
-            backward_s = 2 * layer_ms / 1000 - weight_s
-            layer.forward = EmulatedLayer(layer, chunk, ends, layer_ms / 1000, backward_s=backward_s, clock=clock)
+            ends = number == 0, number == len(layers) - 1
+            times_s = layer_ms / 1000, 2 * layer_ms / 1000 - weight_s
+            layer.forward = EmulatedLayer(layer, chunk, ends, times_s, clock)
 
 
 def _in_turn(*functions: Callable[[], None]) -> Callable[..., None]:

@@ -14,6 +14,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from holmes_hpc.config.model import ModelSpec
 from holmes_hpc.errors import ConfigError
@@ -179,14 +180,12 @@ def build(plan: Plan, config: TransformerConfig, seed: int | None, device: torch
     return chunks
 
 
-def rotary_frequencies(spec: ModelSpec) -> torch.Tensor:
-    """Return the angle in radians by which each pair of a head's elements rotates per position.
-
-    The result is fp32, (head width / 2,), on the CPU. It replaces the frequencies of Megatron-Core, which supports only
-    integer bases and 8192 original positions. Rotary embedding: Su et al. 2021 (arXiv 2104.09864). The model's
-    `rope_scaling` is linear (Chen et al. 2023, arXiv 2306.15595), as in Llama 3.1 (arXiv 2407.21783) or YaRN (Peng et
-    al. 2023, arXiv 2309.00071), which changes from scaled to unscaled pairs linearly in their number, not their turns.
-    """
+def rotary_frequencies(spec: ModelSpec) -> Tensor:
+    """Return the angle in radians by which each pair of a head's elements rotates per position. The result is fp32,
+    (head width / 2,), on the CPU. It replaces the frequencies of Megatron-Core, which supports only integer bases and
+    8192 original positions. Rotary embedding: Su et al. 2021 (arXiv 2104.09864). The model's `rope_scaling` is linear
+    (Chen et al. 2023, arXiv 2306.15595), as in Llama 3.1 (arXiv 2407.21783) or YaRN (Peng et al. 2023, arXiv
+    2309.00071), which changes from scaled to unscaled pairs linearly in their number, not their turns."""
     pairs = torch.arange(spec.head_width // 2, dtype=torch.float32)
     radians = 1.0 / spec.rope_base ** (2 * pairs / spec.head_width)
     scaling = spec.rope_scaling
@@ -224,13 +223,13 @@ class _Masked(torch.autograd.Function):
     has a zero gradient there, because their softmax underflows, so the backward pass leaves the gradient unchanged."""
 
     @staticmethod
-    def forward(context: Any, logits: torch.Tensor, first: int) -> torch.Tensor:
+    def forward(context: Any, logits: Tensor, first: int) -> Tensor:
         logits[..., first:] = torch.finfo(logits.dtype).min
         context.mark_dirty(logits)
         return logits
 
     @staticmethod
-    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
@@ -301,9 +300,7 @@ def forward_step(batches: Iterator[Any], chunk: Any, masked: bool = False) -> tu
     return output, partial(_loss, batch.get("loss_mask"), batch.get("loss_tokens"))
 
 
-def _loss(
-    mask: torch.Tensor | None, tokens: torch.Tensor | None, losses: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(mask: Tensor | None, tokens: Tensor | None, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the mean of the `losses` that `mask` includes, and a detached copy under the key "loss". `tokens`: the
     `loss_tokens` of :func:`context_parallel.part_of`. The copy is scaled so that its mean over the ranks that share a
     sequence is the mean loss of the sequence."""
@@ -314,8 +311,8 @@ def _loss(
 
 
 def hidden_states(
-    create: Callable[..., torch.Tensor], config: TransformerConfig, micro_size: int, length: int, device: torch.device
-) -> torch.Tensor:
+    create: Callable[..., Tensor], config: TransformerConfig, micro_size: int, length: int, device: torch.device
+) -> Tensor:
     """Return an artificial input for this rank's layers, (tokens, `micro_size`, hidden). `create`: torch.zeros or
     torch.randn; `micro_size`: sequences per micro-batch; `length`: tokens per sequence."""
     tokens = length // (parallel_state.get_tensor_model_parallel_world_size() if config.sequence_parallel else 1)

@@ -95,6 +95,12 @@ def gradients_of_norm(inner: Any) -> list[torch.Tensor]:
     return list(getattr(inner, later_name)() if hasattr(inner, later_name) else inner.get_main_grads_for_grad_norm())
 
 
+def main_parameter(inner: Any, parameter: Any) -> torch.Tensor:
+    """Return the part of a parameter, in fp32, that a distributed optimizer updates on this rank."""
+    group, order = inner.model_param_group_index_map[parameter]
+    return inner.optimizer.param_groups[group]["params"][order]
+
+
 def prepare_for_loading(inner: DistributedOptimizer) -> None:
     """Make a distributed Adam ready to load a checkpoint, even before its first step and even if it is PyTorch's Adam.
     Megatron-Core (0.16) loads state only into an Adam that has made a step. It also fails with PyTorch's Adam, because
@@ -104,8 +110,7 @@ def prepare_for_loading(inner: DistributedOptimizer) -> None:
     assign = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def assign_but_step(parameter: Any, tensors: dict[str, Any]) -> None:
-        group, order = inner.model_param_group_index_map[parameter]
-        values = inner.optimizer.state[inner.optimizer.param_groups[group]["params"][order]]
+        values = inner.optimizer.state[main_parameter(inner, parameter)]
         assign(inner, parameter, {**({"step": values["step"]} if "step" in values else {}), **tensors})
 
     inner._set_main_param_and_optimizer_states = assign_but_step

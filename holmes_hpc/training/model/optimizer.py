@@ -9,12 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-    param_and_grad_buffer,
-)
+from megatron.core.distributed import DistributedDataParallel as DDP
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads, param_and_grad_buffer
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -30,7 +26,7 @@ from holmes_hpc.training.network.per_stage_groups import pipeline_stub
 from holmes_hpc.training.network.reduce_scatter import reduce_scatter
 
 
-def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DistributedDataParallel]:
+def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> list[DDP]:
     """Wrap the model chunks in Megatron-Core's DDP with buckets of `plan.bucket_bytes`."""
     p, grad_dtype = plan.parallel, plan.grad_dtype or "fp32"
     place, hint = "train.grad_dtype", "plan again with this train.grad_dtype, or remove it"
@@ -68,7 +64,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     for index, chunk in enumerate(chunks):
         inner = Float16Module(config, chunk) if config.fp16 or config.bf16 else chunk
         # as by default in Megatron for interleaved stages, later chunks reduce while the first one computes
-        wrapper = DistributedDataParallel(model_config, ddp, inner, disable_bucketing=index > 0, pg_collection=groups)
+        wrapper = DDP(model_config, ddp, inner, disable_bucketing=index > 0, pg_collection=groups)
         wrapper.config = config
         for group in experts.bucket_groups(wrapper):  # in later versions, a group would wait for the one before
             group.previous_grad_reduce_bucket_group = None
@@ -85,12 +81,7 @@ def reduces_by_all_to_all(plan: Plan) -> bool:
 
 
 def build(
-    models: list[DistributedDataParallel],
-    config: Any,
-    plan: Plan,
-    train: TrainConfig,
-    breakdown: Breakdown,
-    tied_group: Any = None,
+    models: list[DDP], config: Any, plan: Plan, train: TrainConfig, breakdown: Breakdown, tied_group: Any = None
 ) -> Any:
     """Build the optimizer, and set the hooks in `config` that the schedules call. It is Adam with decoupled weight
     decay, which a plan may shard over the data-parallel ranks, or Muon, whose packages must be installed. `tied_group`:
@@ -140,7 +131,7 @@ def step(optimizer: Any) -> tuple[bool, float | None]:
     return updated, None if norm is None else float(norm)  # some Transformer Engine versions return a tensor
 
 
-def start_gathers(models: Sequence[DistributedDataParallel]) -> None:
+def start_gathers(models: Sequence[DDP]) -> None:
     """Start all gathers of sharded parameters, in the order in which the next step needs them.
     So no gather has to wait until a stage receives its first micro-batch. Without this call, and in plain Megatron-LM,
     each stage's first forward pass starts the gathers. Forward passes wait for the parameters that they use."""
@@ -150,7 +141,7 @@ def start_gathers(models: Sequence[DistributedDataParallel]) -> None:
                 group.start_param_sync()
 
 
-def use_main_weights(optimizer: Any, models: Sequence[DistributedDataParallel]) -> None:
+def use_main_weights(optimizer: Any, models: Sequence[DDP]) -> None:
     """Use the optimizer's fp32 weights in the model, after they were changed without an update."""
     for inner in megatron_versions.inner_optimizers(optimizer):
         if hasattr(inner, "_copy_main_params_to_model_params"):
@@ -178,7 +169,7 @@ def _is_scale_minimal(optimizer: Any) -> bool:
     return all(s is None or float(s.scale) <= float(getattr(s, "min_scale", s.scale)) for s in scalers)
 
 
-def time_waits(optimizer: Any, models: Sequence[DistributedDataParallel], breakdown: Breakdown) -> None:
+def time_waits(optimizer: Any, models: Sequence[DDP], breakdown: Breakdown) -> None:
     """Make `breakdown` measure the waits for which Megatron has no timer. These are the waits for parameter gathers
     before a forward pass, and the wait in the gradient norm. The norm is an all-reduce over all stages, in which a
     stage that finishes early waits for the other stages."""
@@ -199,14 +190,12 @@ def _finish_param_sync(group: Any, finish: Callable[..., None], breakdown: Break
         finish(**options)
 
 
-def finalize_with_tied(
-    models: list[Any], num_tokens: Any = None, *, group: dist.ProcessGroup | None, **options: Any
-) -> None:
+def finalize_with_tied(models: list[Any], *tokens: Any, group: dist.ProcessGroup | None, **options: Any) -> None:
     """Run Megatron-Core's ``finalize_model_grads``, then sum the tied embedding's gradient over both its stages. It is
     used with per-stage TP/DP. `group`: all ranks of the first and the last stage; None on other ranks. Megatron-Core
     sums over pairs of ranks that hold the same part of the embedding. With different TP the parts differ in size. Each
     rank therefore writes the part that it holds into a full matrix, and an all-reduce sums the matrices."""
-    finalize_model_grads(models, num_tokens, **options)
+    finalize_model_grads(models, *tokens, **options)
     if group is None:
         return
     wrapped = models[0] if gpt.unwrap(models[0]).pre_process else models[-1]

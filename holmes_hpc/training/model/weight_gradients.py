@@ -19,6 +19,7 @@ from megatron.core.utils import prepare_input_tensors_for_wgrad_compute
 from holmes_hpc.errors import ConfigError
 from holmes_hpc.planning.schedule.kinds import WeightPass
 
+Timers = Callable[[str], Any]  # name -> Megatron-Core's timer
 Product = tuple[torch.nn.Module, torch.Tensor, torch.Tensor, bool]  # layer, input, output's gradient, sequence-parallel
 
 
@@ -27,7 +28,7 @@ class WeightGradients:
     layers all linear layers are split; `timers`: returns Megatron-Core's timer of a name; `emulated`: number of a chunk
     -> a context for the emulated time of a layer's gradients. Raise ConfigError for layers that cannot be split."""
 
-    def __init__(self, chunks: Iterable[Any], timers: Callable[[str], Any]) -> None:
+    def __init__(self, chunks: Iterable[Any], timers: Timers) -> None:
         self._timer = timers("backward-compute")
         self._pending: dict[WeightPass, dict[int, list[Product]]] = {}  # by layer, in the order of the backward pass
         self._current = WeightPass(0, 0)
