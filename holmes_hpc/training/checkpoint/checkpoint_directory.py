@@ -46,7 +46,6 @@ class Checkpoint:
 
 def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
     """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to CHECKPOINT_DIR/RUN_NAME.
-
     A folder that has checkpoints stays where it is. Raise RunFailed if an existing link leads nowhere, or if the target
     of a new link is not empty."""
     if folder.is_symlink():
@@ -171,7 +170,6 @@ def _read_description(path: Path) -> dict[str, Any] | str:
 
 def finish(unfinished: Path, step: int, description: Mapping[str, Any], files: Mapping[str, tuple[int, int]]) -> Path:
     """Complete the checkpoint in `unfinished`: write its description, sync it and rename it. Return its final path.
-
     A checkpoint of the same step is replaced. `files`: name -> (size, CRC-32)."""
     folder = unfinished.parent
     target = folder / directory_name(step)

@@ -107,7 +107,6 @@ def state_start(index_bytes: int) -> int:
 
 def rings(places: Sequence[Place], fabric_of: Mapping[str, str]) -> list[tuple[int, ...]]:
     """Return the rings of ranks in which each rank sends its copy to the next one, which is on another node.
-
     A ring has the ranks with the same number on each node of a fabric. Ranks that are alone in their fabric form rings
     over fabrics. A rank that is alone still has a ring to itself. `fabric_of`: the fabric of each pool."""
     seen, in_fabric = defaultdict[str, int](int), defaultdict[tuple[str, int], list[int]](list)

@@ -177,8 +177,7 @@ def _write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], directory: Path, shard_bytes: int
 ) -> tuple[dict[str, str], torch.dtype, int, int]:
     """Write all shards. Return (tensor name -> file name, type of the parameters, their number, their bytes)."""
-    shards: list[list[str]] = []
-    pending: dict[str, torch.Tensor] = {}
+    shards, pending = list[list[str]](), dict[str, torch.Tensor]()
     dtype, parameters, size = torch.float32, 0, 0
 
     def flush() -> None:

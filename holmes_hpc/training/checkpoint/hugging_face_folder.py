@@ -208,7 +208,6 @@ def fill_model(path: Path, model: ModelSpec, chunks: Sequence[Any], rank: int) -
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder that becomes `out` if the block succeeds.
-
     Raise DataError if `out` is not an empty directory, or cannot be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError("not an empty directory", where=str(out), hint="choose another directory")
@@ -236,7 +235,6 @@ def copy_small_files(folder: Path, target: Path) -> None:
 
 def copy_file(source: Path, target: Path) -> None:
     """Copy a file. The copy gives other users no permission that `source` does not give them.
-
     Raise DataError if `source` is a link to a file outside its folder, which may be a secret of this user."""
     if leaves_folder(source, source.parent):
         problem = f"it is a link out of its folder, to {source.resolve()}"

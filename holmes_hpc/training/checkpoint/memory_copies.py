@@ -228,11 +228,9 @@ class Copies:
         if used > free / 2:
             self._log(f"no {text}: they need {used / 1e9:.2g} GB, and a node has only {free / 1e9:.2g} GB left")
             return None
-        transports = [plan.transport_of(ring, host_memory=self._session.cuda) for ring in self._rings]
-        pairs = [
-            (t, [plan.places[rank].pool for rank in ring]) for t, ring in zip(transports, self._rings, strict=True)
-        ]
-        gbps = min(plan.site.slowest_gbps(t.kind, ring) for t, ring in pairs)
+        kinds = [plan.transport_of(ring, host_memory=self._session.cuda).kind for ring in self._rings]
+        pools = [[plan.places[rank].pool for rank in ring] for ring in self._rings]
+        gbps = min(map(plan.site.slowest_gbps, kinds, pools))
         step_s = plan.predicted.step_time_s if plan.predicted is not None else 1.0
         every = self._every or copy_slots.interval(most, gbps, step_s)
         self._log(f"{text}: every {every} steps, {most * 8e-9 / gbps:.2g} s at {gbps:g} Gb/s beside computing")

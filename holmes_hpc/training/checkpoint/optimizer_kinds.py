@@ -22,7 +22,6 @@ SHARDED, UNSHARDED = "optimizer.state.param.", "optimizer.state.fp32_param."  # 
 
 def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
     """Return the tensors of `state`, a sharded state dict, under the keys that the other kind of optimizer saves.
-
     `fp32`: whether the model's weights are fp32. An unsharded optimizer then has saved no fp32 copies, so :func:`fill`
     uses the model's weights."""
     tensors = {}
@@ -38,7 +37,6 @@ def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
 
 def fill(state: dict[Any, Any], optimizer: Any, tensors: Mapping[str, Any], saved: Mapping[Any, Any]) -> None:
     """Fill `state`, the sharded state dict of `optimizer`, with values of the checkpoint, so that it can be loaded.
-
     `tensors`: the result of :func:`tensors_to_load` after it was loaded; `saved`: the rest of the optimizer's state in
     the checkpoint, with the step count and, in fp16, the loss scale."""
     for i, (container, key, _) in enumerate([*_tensors(state)]):
@@ -66,8 +64,5 @@ def fill(state: dict[Any, Any], optimizer: Any, tensors: Mapping[str, Any], save
 
 
 def _tensors(state: dict[Any, Any]) -> Iterator[tuple[Any, Any, Any]]:
-    return (
-        (container, key, value)
-        for container, key, value in nested_items_iter(state)
-        if isinstance(value, ShardedTensor | ShardedTensorFactory)
-    )
+    """Return (container, key, tensor) of each sharded tensor in `state`."""
+    return (item for item in nested_items_iter(state) if isinstance(item[2], ShardedTensor | ShardedTensorFactory))

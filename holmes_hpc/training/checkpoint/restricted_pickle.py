@@ -136,7 +136,6 @@ def enforce() -> None:
 
 def _load_error(load: Callable[[], Any], size: int) -> str:
     """Run `load` in a forked process that limits CPU time and memory. Return its error, "" if there is none.
-
     The limits grow with `size`, the bytes of the pickle. They are needed because a pickle of nested tuples can take
     years to hash, which this process could not interrupt. A pickle of ten bytes can take 32 GiB of memory."""
     reader, writer = os.pipe()
@@ -193,10 +192,8 @@ def check_extra_states(states: Mapping[str, Any], where: str) -> None:
 
 
 def error_message(error: BaseException) -> str:
-    """Return an error as one line.
-
-    torch's text is long and advises to load without weights_only. Only its cause is kept: the forbidden global, or
-    other content that is not plain data."""
+    """Return an error as one line. torch's text is long and advises to load without weights_only. Only its cause is
+    kept: the forbidden global, or other content that is not plain data."""
     text = str(error)
     for prefix in ("nsupported global: GLOBAL ", "nsupported GLOBAL ", "nsupported class "):
         if prefix in text:

@@ -32,13 +32,8 @@ from holmes_hpc.config.hugging_face import folder_of
 from holmes_hpc.config.train import TrainConfig
 from holmes_hpc.errors import DataError, HolmesError, RunFailed
 from holmes_hpc.records.files import DISK_FULL, is_full
-from holmes_hpc.training.checkpoint import (
-    checkpoint_directory,
-    file_checksums,
-    optimizer_kinds,
-    restricted_pickle,
-    writer_process,
-)
+from holmes_hpc.training.checkpoint import checkpoint_directory, optimizer_kinds, restricted_pickle, writer_process
+from holmes_hpc.training.checkpoint.file_checksums import collect_checksums, find_damage
 from holmes_hpc.training.model import gpt, megatron_versions
 from holmes_hpc.training.rank.log import log_line
 from holmes_hpc.training.session import Session
@@ -84,7 +79,6 @@ class Checkpoints:
 
     def save(self, step: int, extra: Mapping[str, Any], wait: bool = False) -> None:
         """Start to save the state after `step`, once an earlier save is finished.
-
         With `wait`, or without `checkpoint_async`, return when the checkpoint is complete. `extra`: more fields of
         holmes.json. With `wait`, raise RunFailed on a full disk even if there is an earlier checkpoint."""
         self.finish_save(may_fail=True)
@@ -179,7 +173,7 @@ class Checkpoints:
         """Complete the checkpoint on rank 0, after all ranks have written. All ranks call this."""
 
         def complete() -> None:
-            files = file_checksums.collect_checksums(path)
+            files = collect_checksums(path)
             checkpoint_directory.finish(path, step, description, files)
             checkpoint_directory.prune(self.folder, self.train.checkpoint_keep)
             self.saved_step = step
@@ -251,16 +245,15 @@ class Checkpoints:
     def _find_checkpoints(self, initial: Path | None) -> list[Path]:
         """Return the checkpoints that rank 0 finds, the latest first; `initial` if the run has none.
         Only rank 0 searches, because ranks could find different ones on a file system that shows changes late."""
-        return self._run_on_all_ranks(partial(self._checkpoints_on_rank0, initial))[0]
 
-    def _checkpoints_on_rank0(self, initial: Path | None) -> list[Path]:
-        if self._rank > 0:
-            return []
-        checkpoint_directory.remove_unfinished(self.folder)
-        for path, problem in checkpoint_directory.incomplete_checkpoints(self.folder):
-            log_line(f"warning: checkpoint {path} is incomplete ({problem}); skipping it")
-        paths = [checkpoint.path for checkpoint in checkpoint_directory.complete_checkpoints(self.folder)]
-        return paths or ([] if initial is None else [checkpoint_directory.open_checkpoint(initial.absolute()).path])
+        def search() -> list[Path]:
+            checkpoint_directory.remove_unfinished(self.folder)
+            for path, problem in checkpoint_directory.incomplete_checkpoints(self.folder):
+                log_line(f"warning: checkpoint {path} is incomplete ({problem}); skipping it")
+            paths = [checkpoint.path for checkpoint in checkpoint_directory.complete_checkpoints(self.folder)]
+            return paths or ([] if initial is None else [checkpoint_directory.open_checkpoint(initial.absolute()).path])
+
+        return self._run_on_all_ranks(search if self._rank == 0 else list)[0]
 
     def _find_damage(self, checkpoint: checkpoint_directory.Checkpoint | None) -> str | None:
         """Return the damage found by the lowest rank that finds any, or None. Each rank checks a share of the files."""
@@ -268,7 +261,7 @@ class Checkpoints:
         def check_files() -> str | None:
             if checkpoint is None:
                 return f"not visible on rank {self._rank}"
-            damage = file_checksums.find_damage(checkpoint, self._rank, dist.get_world_size())
+            damage = find_damage(checkpoint, self._rank, dist.get_world_size())
             if damage is None and self._rank == 0 and not checkpoint.description.get(checkpoint_directory.IMPORTED):
                 return restricted_pickle.find_problem(checkpoint.path)
             return damage
@@ -295,10 +288,9 @@ class Checkpoints:
         for inner in megatron_versions.distributed(self.optimizer):
             megatron_versions.prepare_for_loading(inner)
         description, p = checkpoint.description, self.plan.parallel
-        is_same_layout = {**description.get("parallel", {}), **_OPTIMIZER_KEYS} == {
-            **json.loads(json.dumps(p.to_dict())),
-            **_OPTIMIZER_KEYS,
-        } and description.get("device", self._device) == self._device
+        saved, current = description.get("parallel", {}), json.loads(json.dumps(p.to_dict()))
+        is_same_device = description.get("device", self._device) == self._device
+        is_same_layout = is_same_device and {**saved, **_OPTIMIZER_KEYS} == {**current, **_OPTIMIZER_KEYS}
         state = self._state(is_loading=True, generators=is_same_layout)
         optimizer_state = None  # to be filled from a checkpoint of the other kind of optimizer
         if description.get("distributed_optimizer", p.distributed_optimizer) != p.distributed_optimizer:

@@ -29,12 +29,10 @@ class Rows:
 
 @dataclass(frozen=True)
 class Weight:
-    """A Megatron-Core weight.
-
-    `name`: its name, in which layers count from 0; `parts`: the matrices that the weight joins (such as gate and up),
-    each as its rows in order; `columns`: the number of columns, None for a vector; `split`: what tensor parallelism
-    divides: the rows of each part (0), the columns (1), or nothing (None); `transposed`: whether the Hugging Face
-    tensor is the transpose of the weight."""
+    """A Megatron-Core weight. `name`: its name, in which layers count from 0; `parts`: the matrices that the weight
+    joins (such as gate and up), each as its rows in order; `columns`: the number of columns, None for a vector;
+    `split`: what tensor parallelism divides: the rows of each part (0), the columns (1), or nothing (None);
+    `transposed`: whether the Hugging Face tensor is the transpose of the weight."""
 
     name: str
     parts: tuple[tuple[Rows, ...], ...]
@@ -61,8 +59,7 @@ def weights(spec: ModelSpec) -> dict[str, Weight]:
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return Hugging Face's name -> shape of each tensor of a model, in the order of :func:`weights`."""
-    rows: dict[str, int] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
+    rows, shapes = dict[str, int](), dict[str, tuple[int, ...]]()
     for weight in weights(spec).values():
         for r in (r for part in weight.parts for r in part):
             rows[r.tensor] = max(rows.get(r.tensor, 0), r.first + r.count)

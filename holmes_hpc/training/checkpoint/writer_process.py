@@ -49,10 +49,8 @@ class Results:
 
 def start(calls: AsyncCallsQueue, request: AsyncRequest, path: Path, rank: int) -> None:
     """Schedule `request` with a writer process that also writes the files' checksums. Return when the writer runs.
-
     A fork can hang before it runs Python code: CPython before 3.11.10 deadlocks in the fork if a thread of gloo was
-    creating its thread state (gh-112275). Such a fork has written nothing, so it is killed and replaced.
-    """
+    creating its thread state (gh-112275). Such a fork has written nothing, so it is killed and replaced."""
     if request.async_fn is None:
         calls.schedule_async_request(request)
         return
