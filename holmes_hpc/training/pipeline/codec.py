@@ -12,10 +12,8 @@ SCALE_BYTES = 4  # an fp32 scale beside every row
 
 class Codec:
     """The format of a tensor on the wire. `dtype`: a type of the same range to round to; None: the tensor's own.
-
     `encode` returns the contiguous tensor to send; `buffer` returns the tensor to receive into for a `target`; `decode`
-    writes the received value into `target`. Without a conversion the buffer is `target` itself.
-    """
+    writes the received value into `target`. Without a conversion the buffer is `target` itself."""
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
@@ -33,12 +31,10 @@ class Codec:
 
 class RowScaled(Codec):
     """A codec that rounds to a type of small range, with one scale per row (one token's hidden vector).
-
     The scale maps the row's largest absolute value to the largest value of the type, because gradients of activations
     are often too small for fp16. The tensor on the wire has bytes, (rows, columns * size + 4). The last four bytes of a
     row are its largest absolute value in fp32. A row with inf or nan arrives as nan, so that loss scaling and checks
-    for bad values still detect it.
-    """
+    for bad values still detect it."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.max_value = dtype, torch.finfo(dtype).max

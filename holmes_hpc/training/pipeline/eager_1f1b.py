@@ -53,11 +53,9 @@ from holmes_hpc.training.session import Session
 
 class TraceEvent(NamedTuple):
     """An event for a tracer. Its fields are keys of a line of a trace (metrics/breakdown.py).
-
     `kind`: forward, backward or weight for computing; wait_forward or wait_backward for waiting for a transfer;
     send_forward, receive_forward, send_backward or receive_backward for a transfer, posted at `start_s` and complete at
-    `end_s`. `held`: the number of micro-batches (of each chunk) whose activations the stage held.
-    """
+    `end_s`. `held`: the number of micro-batches (of each chunk) whose activations the stage held."""
 
     kind: str
     micro_batch: int
@@ -92,8 +90,7 @@ def run_eager_1f1b(
     Bind `order` (the plan's), `tracer` and `weights` (see :func:`weight_gradients`) with ``functools.partial``. With
     per-stage TP/DP, `num_microbatches` counts the micro-batches of all replicas. The loss is divided by this number,
     and gradients are summed over all ranks with the same parameters. Otherwise `num_microbatches` replaces the number
-    in `order`.
-    """
+    in `order`."""
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
@@ -255,10 +252,8 @@ class TraceReporter:
 
 class GradientReduction:
     """The rules by which Megatron reduces gradients across data-parallel ranks, for one chunk or several.
-
     Reductions are suppressed (``no_sync``) except in each chunk's last backward pass. In this pass, every bucket is
-    reduced as soon as it is complete, in parallel with transfers.
-    """
+    reduced as soon as it is complete, in parallel with transfers."""
 
     def __init__(self, config: Any) -> None:
         functions = config.no_sync_func if isinstance(config.no_sync_func, list) else [config.no_sync_func]
@@ -297,12 +292,10 @@ def runs_in_background(plan: Plan) -> bool:
 
 def communicator(session: Session, groups: ProcessGroupCollection, config: Any) -> Any:
     """Return the point-to-point communicator of this rank; None without a pipeline.
-
     It uses a group per direction of each edge. Plain Megatron-LM (``transport=single``) uses the pipeline's group if
     this is an NCCL group, which carries both directions at the same time. A gloo group of two ranks has one connection,
     on which the two directions wait for each other (benchmarks/one_connection.py). So with gloo, plain Megatron-LM also
-    gets a group per direction. Otherwise comparisons on CPUs would show it slower than it is on GPUs.
-    """
+    gets a group per direction. Otherwise comparisons on CPUs would show it slower than it is on GPUs."""
     plan = session.plan
     if plan.parallel.pp == 1 and not plan.is_per_stage:
         return None

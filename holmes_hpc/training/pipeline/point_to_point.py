@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
 
 from holmes_hpc.errors import NetworkError
 from holmes_hpc.planning.plan.plan import GroupTransport, Plan
@@ -42,11 +43,11 @@ Task = Callable[[], None]
 class Transfer:
     """A transfer in progress. :meth:`wait` returns when the tensor has left or arrived; it can be called again."""
 
-    def __init__(self, edge: str, tensor: torch.Tensor, finish: Task) -> None:
+    def __init__(self, edge: str, tensor: Tensor, finish: Task) -> None:
         self._edge, self._tensor, self._finish = edge, tensor, finish
         self.done = False
 
-    def wait(self) -> torch.Tensor:
+    def wait(self) -> Tensor:
         """Return the tensor sent or received. Raise NetworkError with the edge's name if the other end is gone."""
         if not self.done:
             with _network_errors(self._edge):
@@ -56,13 +57,10 @@ class Transfer:
 
 
 class Channel:
-    """One end of one direction of an edge.
-
-    `connections`: groups of the two ranks, each with its own connection; a tensor is split into one stripe for each.
-    `peer`: the global rank at the other end. `codec`: the format on the wire. `on_transfer`: called after every
-    transfer with (kind, label, posted, done), which needs a thread. `kind` is ``send_`` or ``receive_``, followed by
-    the first word of `name`; `posted` and `done` are seconds since the epoch.
-    """
+    """One end of one direction of an edge. `connections`: groups of the two ranks, each with its own connection; a
+    tensor is split into one stripe for each. `peer`: the global rank at the other end. `codec`: the format on the wire.
+    `on_transfer`: called after every transfer with (kind, label, posted, done), which needs a thread. `kind` is
+    ``send_`` or ``receive_``, followed by the first word of `name`; `posted` and `done` are seconds since the epoch."""
 
     def __init__(self, name: str, connections: Sequence[dist.ProcessGroup], peer: int, codec: Codec = IDENTITY) -> None:
         self.name, self.connections, self.peer, self.codec = name, tuple(connections), peer, codec
@@ -73,7 +71,7 @@ class Channel:
         self._leaving: deque[Transfer] = deque()
         self._thread: ThreadPoolExecutor | None = None
 
-    def send(self, tensor: torch.Tensor, label: Any = None) -> Transfer:
+    def send(self, tensor: Tensor, label: Any = None) -> Transfer:
         """Start to send `tensor`. The channel keeps a copy or an alias, so the caller may free its own reference."""
         while self._leaving and self._leaving[0].done:
             self._leaving.popleft()
@@ -82,7 +80,7 @@ class Channel:
         self._leaving.append(transfer)
         return transfer
 
-    def receive(self, into: torch.Tensor, label: Any = None) -> Transfer:
+    def receive(self, into: Tensor, label: Any = None) -> Transfer:
         """Start to receive into a contiguous tensor; its value is valid after :meth:`Transfer.wait`."""
         target = into.detach()  # the same memory without a gradient, so that it can be written
         wire = self.codec.buffer(target)
@@ -101,12 +99,7 @@ class Channel:
             self._thread = None
 
     def _start(
-        self,
-        operation: Callable[..., Any],
-        wire: torch.Tensor,
-        tensor: torch.Tensor,
-        label: Any,
-        on_done: Task = lambda: None,
+        self, operation: Callable[..., Any], wire: Tensor, tensor: Tensor, label: Any, on_done: Task = lambda: None
     ) -> Transfer:
         tag, self._count = self._count % (1 << 20), self._count + 1
         start = self._start_staged if self._through_host(wire) else self._start_direct
@@ -118,11 +111,11 @@ class Channel:
 
         return Transfer(self.name, tensor, finish)
 
-    def _through_host(self, wire: torch.Tensor) -> bool:
+    def _through_host(self, wire: Tensor) -> bool:
         """Return whether a tensor needs a buffer in host memory, the only memory that gloo uses."""
         return wire.is_cuda and not self._nccl
 
-    def _start_direct(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int, report: Task) -> Task:
+    def _start_direct(self, operation: Callable[..., Any], wire: Tensor, tag: int, report: Task) -> Task:
         """Start a transfer. Return a function that waits for it."""
         works = self._post(operation, wire, tag)
         if self.on_transfer is None:
@@ -131,7 +124,7 @@ class Channel:
         # a gloo work can be waited for only once, and the thread already does so
         return partial(wait_all, works) if self._nccl else background_wait
 
-    def _start_staged(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int, report: Task) -> Task:
+    def _start_staged(self, operation: Callable[..., Any], wire: Tensor, tag: int, report: Task) -> Task:
         """Start a transfer through a pinned buffer, which a separate CUDA stream copies in parallel with computing.
         Return a function that waits for the transfer."""
         staging = torch.empty(wire.shape, dtype=wire.dtype, pin_memory=wire.is_cuda)
@@ -163,7 +156,7 @@ class Channel:
 
         return finish
 
-    def _post(self, operation: Callable[..., Any], wire: torch.Tensor, tag: int) -> list[Any]:
+    def _post(self, operation: Callable[..., Any], wire: Tensor, tag: int) -> list[Any]:
         stripes = wire.view(-1).tensor_split(len(self.connections))
         range_name = f"{'send' if operation is dist.isend else 'receive'} {self.name}"
         with _network_errors(self.name), self._ranges.range(range_name):
@@ -232,12 +225,10 @@ class Edges:
 
 class EdgeCommunicator(P2PCommunicator, Edges):
     """Megatron-Core's point-to-point interface over channels; pass it to any of its schedules as ``p2p_communicator``.
-
     `channels`: this rank's channels by role: forward_in, forward_out, backward_in, backward_out. The first stage has no
     forward_in and backward_out, and the last stage no forward_out and backward_in, unless virtual stages close the
     ring. The schedule gives one shape for all tensors, so sequences of varying length and separate stages for
-    multi-token prediction are not supported.
-    """
+    multi-token prediction are not supported."""
 
     def __init__(
         self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device
@@ -257,17 +248,16 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     def _communicate(
         self,
         *,
-        tensor_send_next: torch.Tensor | None,
-        tensor_send_prev: torch.Tensor | None,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
         recv_prev: bool,
         recv_next: bool,
         tensor_shape: Any,
         wait_on_reqs: bool = True,
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Transfer] | None]:
+    ) -> tuple[Tensor | None, Tensor | None, dict[str, Transfer] | None]:
         """Run one exchange; all methods of Megatron's communicator call this one. Return (tensor from the previous
         stage, tensor from the next stage, unfinished transfers)."""
-        started: dict[str, Transfer] = {}
-        received: dict[str, torch.Tensor] = {}
+        started, received = dict[str, Transfer](), dict[str, Tensor]()
         # The order matters if a launch waits for the previous one (planning/schedule/launches.py).
         for forward, sends in exchange_order(self.pp_group.rank()):
             role = role_of(forward, sends)
@@ -298,11 +288,8 @@ def is_nccl(group: dist.ProcessGroup) -> bool:
 def build_communicator(
     plan: Plan, new_group: NewGroup, *, rank: int, pp_group: dist.ProcessGroup, config: Any, device: torch.device
 ) -> EdgeCommunicator:
-    """Return the communicator of this rank. All ranks of the job call it together, because `new_group` is collective.
-
-    `new_group`: creates the process group of one edge on its transport. All ranks call this in the same order; its two
-    members get the group.
-    """
+    """Return the communicator of this rank. All ranks of the job call it together, because `new_group` is collective:
+    it creates the process group of one edge on its transport, and returns it on its two members."""
     connected = connect_edges(plan, new_group, rank, config.pipeline_dtype, device)
     return EdgeCommunicator(pp_group, config, {role: channel for role, _, channel in connected}, device)
 
@@ -311,9 +298,7 @@ def connect_edges(
     plan: Plan, new_group: NewGroup, rank: int, dtype: torch.dtype, device: torch.device
 ) -> Iterator[tuple[str, int, Channel]]:
     """Connect both directions of every edge, on its transport. The generator is collective: all ranks exhaust it.
-
-    Yield (role, the other end's rank, channel) of each direction of this rank's edges. `dtype`: of activations.
-    """
+    Yield (role, the other end's rank, channel) of each direction of this rank's edges. `dtype`: of activations."""
     edges = [group for group in plan.transports() if group.kind == "edge"]
     if plan.parallel.virtual_stages > 1 and plan.parallel.pp == 2:  # the ring closes between the same two ranks
         edges += [replace(e, ranks=e.ranks[::-1], stages=e.stages[::-1]) for e in edges]
@@ -332,8 +317,7 @@ def connect_edges(
 
 
 def _open_connection(channel: Channel, device: torch.device, is_sender: bool) -> None:
-    """Send some numbers over a channel, so that it connects. All ranks open their channels in the same order.
-    NCCL connects at a channel's first operation, which blocks both ends. If channels connected in the order of a step's
-    transfers, a ring could deadlock."""
+    """Send some numbers over a channel, so that it connects. NCCL connects at the first operation, which blocks both
+    ends. All ranks open their channels in one order; in the order of a step's transfers, a ring could deadlock."""
     numbers = torch.ones(len(channel.connections) * 8, device=device)
     (channel.send(numbers) if is_sender else channel.receive(numbers)).wait()
