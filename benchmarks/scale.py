@@ -1,6 +1,7 @@
 """Measure what rank 0 and `holmes status` do for large runs, without the runs.
 
     python benchmarks/scale.py [--ranks 512,2048,4096,16384] [--steps 100000]
+    python benchmarks/scale.py --start 64,256,1024,4096
 
 For each size it plans gpt_7_5b on two fabrics (8 GPUs per node, TP 8, PP 16). It gives rank 0 made-up rows of all
 ranks, and times its work of a step: the metrics line, and the monitors of NICs, links and nodes. Then it writes a
@@ -24,6 +25,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import scale_start
 
 from holmes_hpc.config.composition import load
 from holmes_hpc.config.model import Batch
@@ -40,8 +42,8 @@ from holmes_hpc.training.metrics import metrics_line
 from holmes_hpc.training.metrics.monitors import Monitors
 from holmes_hpc.training.network.audit import planned_bytes
 from holmes_hpc.training.network.destinations import Destinations
+from holmes_hpc.training.network.exchange import set_outcome
 from holmes_hpc.training.network.interfaces import NodeTransports
-from holmes_hpc.training.network.rendezvous import set_outcome
 
 # In a small process of its own: memory counts from before a child's program is loaded.
 STATUS = """
@@ -85,7 +87,8 @@ def exchanged_bytes(plan: Plan) -> int:
     """Return the bytes that a node of 8 ranks reads from rank 0's store to know the transports of all ranks."""
     hcas = ",".join(f"mlx5_{i}:1" for i in range(8))
     variables = {"NCCL_SOCKET_IFNAME": "=eth0", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_IB_HCA": f"={hcas}"}
-    rows = [{"node": asdict(replace(node, environment=variables)), "device": "a GPU"} for node in nodes_of(plan)]
+    nodes = nodes_of(plan)[::8]
+    rows = [[asdict(replace(node, environment=variables))] for node in nodes], ""
     store = Memory()
     set_outcome(store, "node", rows)  # type: ignore[arg-type]
     return 8 * len(store["node/all"])
@@ -139,7 +142,12 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--ranks", default="512,2048,4096,16384")
     options.add_argument("--steps", type=int, default=100_000)
+    options.add_argument("--start", help="numbers of simulated ranks; measure only their start (scale_start.py)")
     arguments = options.parse_args()
+    if arguments.start:
+        starts = [scale_start.measure(int(ranks)) for ranks in arguments.start.split(",")]
+        table("The start of simulated ranks", scale_start.COLUMNS, scale_start.rows(starts))
+        return
     print(f"inputs: {arguments.ranks} ranks, {arguments.steps} steps, load {os.getloadavg()[0]:.2f}")
     rows, figures = [], []
     for ranks in map(int, arguments.ranks.split(",")):
