@@ -29,6 +29,7 @@ from holmes_hpc.submission.sweeps.manifest import read_manifest
 from holmes_hpc.training.checkpoint import checkpoint_directory
 
 LISTED = 50  # number of latest runs that `holmes status` lists; earlier runs are listed only if they have not ended
+MAX_LOGS = 64  # number of logs that `holmes logs` shows; of a failed run, the failed rank's comes first
 RECENT_S = 86400.0  # `holmes status` shows the details of failures in the last RECENT_S seconds only
 group = typer.Typer(
     no_args_is_help=True,
@@ -122,6 +123,9 @@ def logs(
     Example: holmes logs my-run --rank 0 -n 50"""
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
+    if len(paths) > MAX_LOGS and not json:
+        console.note(f"{len(paths) - MAX_LOGS} more logs are not shown; `holmes logs {run} --rank N` shows one")
+        paths = paths[:MAX_LOGS]
     if rank is not None and not paths[0].exists():
         raise ConfigError(f"no log of rank {rank}", where=str(record.path), hint="`holmes logs RUN` shows all")
     if not paths:

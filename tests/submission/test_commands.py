@@ -59,6 +59,16 @@ def test_earliest_is_refused_without_a_choice(holmes: Holmes, args: tuple[str, .
         assert (code, out, err.count("\n")) == (2, "", 1) and word in err
 
 
+def test_logs_of_many_ranks_begin_with_the_failed_rank(holmes: Holmes, tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path / "runs" / "r")
+    for rank in range(70):
+        run.log_path(rank).write_text(f"line of {rank}\n")
+    run.write_result({"state": "failed", "failed_rank": 67})
+    code, out, err = holmes("logs", "r")
+    assert code == 0 and out.splitlines()[:3] == ["== rank-67.txt", "line of 67", "== rank-0.txt"]
+    assert out.count("==") == 64 and "6 more logs are not shown; `holmes logs r --rank N` shows one" in err
+
+
 def test_logs_and_cancel_in_json(holmes: Holmes, tmp_path: Path, fake_slurm: Any) -> None:
     run = RunDirectory.create(
         tmp_path / "runs" / "r", config={"train": {"steps": 9}}, slurm={"job_id": 7, "submitted": time.time() - 100}

@@ -341,8 +341,10 @@ def refuse_other_owner(record: Path, job: Job) -> None:
 
 
 def log_paths(run: RunDirectory) -> list[Path]:
-    """Return the paths of the run's logs: those of the ranks in order, then that of the batch script."""
-    return [path for _, path in rank_logs(run)] + [p for p in (run.logs / "batch.txt",) if p.exists()]
+    """Return the paths of the run's logs: of the rank that failed, of the other ranks in order, of the batch script."""
+    failed = (run.read_result() or {}).get("failed_rank")
+    ranks = sorted(rank_logs(run), key=lambda log: log[0] != failed)
+    return [path for _, path in ranks] + [p for p in (run.logs / "batch.txt",) if p.exists()]
 
 
 def end_detector(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
