@@ -67,7 +67,7 @@ class ControlTree:
             operation, call = self._started.get()
             try:
                 operation.set_result(call())
-            except RuntimeError as e:
+            except Exception as e:
                 operation.set_exception(e)
 
     def _all_reduce(self, values: torch.Tensor, op: Any) -> None:
