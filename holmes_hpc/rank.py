@@ -86,7 +86,7 @@ def _record_failure(run: RunDirectory) -> Iterator[None]:
     except Exception as e:
         rank = rank_and_size()[0]
         exits_of_node = run.read_exits(os.uname().nodename)
-        if not any(record.get("rank") == rank and record["time"] >= started for record in exits_of_node):
+        if not any(record["rank"] == rank and float(record.get("time") or 0) >= started for record in exits_of_node):
             with contextlib.suppress(HolmesError, OSError):
                 run.write_exit(rank, "failed", one_line(e))
         raise

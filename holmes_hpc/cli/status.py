@@ -114,7 +114,7 @@ def _run_notes(s: Status) -> Iterator[str]:
 def logs(
     run: Run,
     rank: Annotated[int | None, typer.Option(help="Show only this rank's log.")] = None,
-    lines: Annotated[int, typer.Option("-n", "--lines", help="Number of lines of each log.")] = 20,
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Number of lines of each log.")] = 20,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Show new lines until the run ends.")] = False,
     json: Json = False,
 ) -> None:
@@ -123,7 +123,7 @@ def logs(
     Example: holmes logs my-run --rank 0 -n 50"""
     record = find_run(run)
     paths = [record.log_path(rank)] if rank is not None else log_paths(record)
-    if len(paths) > MAX_LOGS and not json:
+    if len(paths) > MAX_LOGS and not (json or follow):
         console.note(f"{len(paths) - MAX_LOGS} more logs are not shown; `holmes logs {run} --rank N` shows one")
         paths = paths[:MAX_LOGS]
     if rank is not None and not paths[0].exists():

@@ -27,7 +27,7 @@ def tail(path: str | os.PathLike[str], lines: int = 20) -> list[str]:
     tail_lines = text.splitlines()
     if start and len(tail_lines) > 1:
         tail_lines = tail_lines[1:]  # the first line may lack its start
-    return tail_lines[-lines:]
+    return tail_lines[-lines:] if lines else []
 
 
 def log_batch_line(message: str) -> None:

@@ -322,7 +322,9 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
-    """Return (attempt, time, rank) of an exit record; None if it has no rank, or if one of the three is no number."""
+    """Return (attempt, time, rank) of an exit record; None if it has no rank or state, or if one is no number."""
+    if exit_record.get("state") not in STATES:
+        return None
     try:
         attempt, end_time = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
         return attempt, end_time, int(exit_record["rank"])

@@ -233,11 +233,12 @@ def test_exits_of_a_node_share_a_file_and_the_last_of_a_rank_counts(run: RunDire
     run.write_exit(1, "failed", "first", "n1", time=1.0)
     run.write_exit(2, "preempted", None, "n1", time=2.0)
     run.write_exit(1, "failed", "second", "n1", time=3.0)
+    (run.exits / "n2.jsonl").write_text('{"rank": 6, "state": ["x"], "attempt": 1}\n{"rank": 8, "attempt": 1}\n')
     with (run.exits / "n1.jsonl").open("a") as file:
         file.write('{"rank": 5, "state": "fail')  # written at this moment
     (run.exits / "rank-7.json").write_text('{"rank": 7, "state": "completed", "attempt": 1, "time": 2.5}\n')
     assert [(e["rank"], e.get("error")) for e in run.read_exits()] == [(2, None), (7, None), (1, "second")]
-    assert sorted(path.name for path in run.exits.iterdir()) == ["n1.jsonl", "rank-7.json"]
+    assert sorted(path.name for path in run.exits.iterdir()) == ["n1.jsonl", "n2.jsonl", "rank-7.json"]
 
 
 def test_broken_json_says_nothing(run: RunDirectory) -> None:

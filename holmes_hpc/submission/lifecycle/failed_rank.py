@@ -32,7 +32,11 @@ _SIGNALS = (
     *("Illegal instruction", "Hangup", "Interrupt"),
 )
 # Errors that a rank has because another rank failed first.
-_PEER_ERRORS = ("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out")
+_ABSENCE = ("did not join", "did not publish", "the store did not answer")
+_PEER_ERRORS = (
+    *("NetworkError", "Connection", "connection", "Broken pipe", "reset by peer", "timed out", "Timed out"),
+    *_ABSENCE,
+)
 
 
 def signal_message(number: int) -> str:
@@ -109,16 +113,16 @@ def find_failed_rank(
     for failure in failures:
         if not any(text in str(failure.error) for text in _PEER_ERRORS):
             return failure
+    peer = "".join(f"; rank {failure.rank} on {failure.node}: {failure.error}" for failure in failures[:1])
     unrecorded = [e for e in srun_errors if e.error != "Terminated" and e.rank not in recorded_ranks]
     if unrecorded:
         first = next((e for e in unrecorded if str(e.error).startswith((*_SIGNALS, _NODE_FAILED))), unrecorded[0])
         has_node_failed = first.error == _NODE_FAILED
         cause = f"node {first.node} failed" if has_node_failed else f"rank {first.rank} died: {first.error}"
-        return replace(first, error=cause)
+        return replace(first, error=cause + (peer if any(text in peer for text in _ABSENCE) else ""))
     silent_ranks = [rank for rank in range(ranks) if rank not in recorded_ranks]
     if silent_ranks and (failures or len(silent_ranks) < ranks):
         rank = silent_ranks[0]
-        peer = "".join(f"; rank {failure.rank} on {failure.node}: {failure.error}" for failure in failures[:1])
         node = hosts[rank] if rank < len(hosts) else None
         return FailedRank(rank, node, f"rank {rank} exited without an exit record{peer}")
     if failures:

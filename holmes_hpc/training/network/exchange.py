@@ -105,7 +105,8 @@ def _outcome(
                 late = [(node, p, ms) for node, p, ms in groups if store.add(f"{p}/count", 0) < len(ms)]
                 missing = compress(str(m) for _, p, ms in late for m in ms if not store.check([f"{p}/{m}"]))
                 nodes = compress(node for node, *_ in late if node)
-                what = f"{member_kind} {missing}{nodes and f' ({nodes})'} did not join{limit}"
+                many = member_kind if missing.endswith("]") else member_kind.removesuffix("s")
+                what = f"{many} {missing}{nodes and f' ({nodes})'} did not join{limit}"
                 set_error(store, name, {"what": what, "where": where, "hint": hint})
             store.wait([f"{name}/all"], timedelta(seconds=ANSWER_S))
         text = zlib.decompress(b64decode(store.get(f"{name}/all")))

@@ -99,6 +99,13 @@ def test_a_killed_rank_is_the_failed_one_not_its_peers() -> None:
     assert (found.rank, found.node) == (2, "roce1") and found.error == f"rank 2 died: {SIGKILLED}"
 
 
+def test_a_rank_that_never_joined_is_the_failed_one() -> None:
+    absence = "rendezvous: rank 2 (roce1) did not join; look at their logs"
+    found = find_failed_rank(exits((0, "failed", absence)), parse_srun_errors(KILLED))
+    assert (found.rank, found.node) == (2, "roce1")
+    assert found.error == f"rank 2 died: {SIGKILLED}; rank 0 on n0: {absence}"
+
+
 def test_a_rank_with_its_own_error_failed_first() -> None:
     both = exits((3, "failed", "connection reset by peer"), (1, "failed", "ValueError: bad"))
     found = find_failed_rank(both, parse_srun_errors(KILLED))

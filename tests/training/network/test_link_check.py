@@ -124,7 +124,7 @@ def test_a_missing_node_is_named_after_the_timeout(monkeypatch: pytest.MonkeyPat
         lambda self, name, value: exchange(self.store, name, self.node, self.nodes, value, kind="nodes", timeout_s=1.0),
     )
     results = run(started=[0, 1, 3])
-    assert all("nodes n3 did not join within 1 s" in str(r) for r in results)
+    assert all("node n3 did not join within 1 s" in str(r) for r in results)
 
 
 def test_a_server_on_an_unavailable_address_is_a_network_error() -> None:
