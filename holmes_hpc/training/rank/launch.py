@@ -133,7 +133,7 @@ def ranks_of_nodes(launch: Launch, plan: Plan, environ: Mapping[str, str] = os.e
     """Return the ranks of each node by the node's name, in the order of first ranks. srun starts ranks in the order of
     the job's nodes. Under other launchers, node0, node1, … stand for the names."""
     ranks = [of_node for _, of_node in grouped((not launch.one_host and p, r) for r, p in enumerate(plan.places))]
-    names = job_nodes(environ) if launch.launcher == "srun" else []
+    names = [launch.node] if launch.one_host else job_nodes(environ) if launch.launcher == "srun" else []
     names = names if len(names) == len(ranks) else [f"node{i}" for i in range(len(ranks))]
     return dict(zip(names, map(tuple, ranks), strict=True))
 
