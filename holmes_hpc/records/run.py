@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -247,12 +248,15 @@ class RunDirectory:
     def read_exits(self, host: str = "") -> list[dict[str, Any]]:
         """Return the exit record of each rank in the latest attempt; only of ranks on `host`, if it is given. The
         earliest record comes first, because it usually is the cause."""
-        attempt, of_rank = self.attempt, dict[int, tuple[tuple[int, float, int], dict[str, Any]]]()
-        for path in [self._exits_of(host)] if host else self.exits.glob("*.json*"):  # of old runs, a file per rank
-            for data in objects_of_lines(path):
-                if (order := _exit_order(data)) and order[0] >= attempt:
-                    of_rank[order[2]] = max((order, data), of_rank.get(order[2], (order, data)), key=lambda x: x[0])
-        return [data for order, data in sorted(of_rank.values(), key=lambda exit_record: exit_record[0][1:])]
+        attempt = self.attempt
+        exits = [
+            (order, data)
+            for path in ([self._exits_of(host)] if host else self.exits.glob("*.json*"))  # of old runs, a file per rank
+            for data in objects_of_lines(path)
+            if (order := _exit_order(data)) and order[0] >= attempt
+        ]
+        last_of_rank = {order[2]: (order, data) for order, data in sorted(exits, key=itemgetter(0))}
+        return [data for _, data in sorted(last_of_rank.values(), key=lambda exit_record: exit_record[0][1:])]
 
     def write_result(self, result: Mapping[str, Any], writer: Writer = "batch") -> bool:
         """Write the result of the latest attempt to result.json. Return False if the existing result is kept instead.
