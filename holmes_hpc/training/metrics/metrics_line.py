@@ -156,7 +156,7 @@ class Gathering:
     ) -> None:
         self.step, self.fields, self.unix_time_s = step, dict(fields), time.time()
         self.step_time_s = float(row[_STEP])
-        self._row = row  # must live until the gather ends
+        self._row, self._is_on_tree = row, tree is not None  # the row must live until the gather ends
         self._rows = row.new_empty(size, len(row)) if rank == 0 and tree is None else None
         targets = None if self._rows is None else list(self._rows)
         self._work = tree.gather(row) if tree else dist.gather(row, targets, dst=0, group=group, async_op=True)
@@ -167,8 +167,8 @@ class Gathering:
 
     def finish(self) -> Rows | None:
         """Wait for the gather. Return every rank's row on rank 0, None on other ranks."""
-        result = self._work.wait()  # a tree's is the rows; None on other ranks than 0
-        rows = self._rows if isinstance(result, bool) else result
+        result = self._work.wait()
+        rows = result if self._is_on_tree else self._rows
         return None if rows is None else rows.numpy()
 
 
