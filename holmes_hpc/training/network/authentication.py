@@ -41,6 +41,7 @@ SECRET_BYTES = 32
 TIMEOUT_S = 5.0  # limit of a greeting, and of connecting to the store
 LINGER_S = 0.3  # a port stays admitted this long after it has connected, so that its last handshake packet passes
 BUSY_LINGER_S = 0.05  # the same, while other ranks wait to be admitted
+UPDATE_S = 0.005  # clients that come within this time are admitted by one update of the filter
 _NONCE, _MAC = 16, 32  # bytes, as in the next two lines
 _GREETING = _NONCE + 2 + _MAC  # the client's nonce, its port, and the proof
 _ANSWER = 3 + _MAC  # the store's port, whether its packets are signed, and the proof
@@ -79,6 +80,7 @@ class AuthenticationServer:
         self._max_connections = max(16, min(1 << 15, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._is_authenticated: dict[asyncio.StreamWriter, bool] = {}  # by connection, the oldest first
         self._admitted: set[tuple[bytes, int]] = set()
+        self._update: asyncio.Task[None] | None = None  # of the listener's filter
         self._free_slots = asyncio.Semaphore(listener.capacity)
         self._closed = False
         self._thread = threading.Thread(
@@ -127,7 +129,7 @@ class AuthenticationServer:
         async with self._free_slots:
             try:
                 self._admitted.add(source)
-                self.listener.admit(self._admitted)
+                await asyncio.shield(self._update_filter())
                 writer.write(answer)
                 await asyncio.wait_for(
                     reader.read(1), self._timeout_s
@@ -135,7 +137,18 @@ class AuthenticationServer:
                 await asyncio.sleep(BUSY_LINGER_S if self._free_slots.locked() else LINGER_S)
             finally:
                 self._admitted.discard(source)
-                self.listener.admit(self._admitted)
+                self._update_filter()
+
+    def _update_filter(self) -> asyncio.Task[None]:
+        """Return the next update of the listener's filter. The kernel compiles each filter, so changes share one."""
+
+        async def update() -> None:
+            await asyncio.sleep(UPDATE_S)
+            self._update = None
+            self.listener.admit(self._admitted)
+
+        self._update = self._update or self.loop.create_task(update())
+        return self._update
 
 
 # -- the proxy: every rank's side ----------------------------------------------------------------------------------

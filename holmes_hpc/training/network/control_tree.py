@@ -18,17 +18,19 @@ WIDTH = 16
 
 def groups_of_rank(rank: int, nodes: Sequence[Sequence[int]], width: int = WIDTH) -> list[tuple[int, ...]]:
     """Return the groups of `rank` in the tree, from its node's to the highest. `nodes`: the ranks of each node."""
-    level, own = [part for ranks in nodes for part in _parts(ranks, width)], list[tuple[int, ...]]()
-    while own_groups := [group for group in level if rank in group]:
-        own += [group for group in own_groups if len(group) > 1]
-        if len(level) == 1:
-            break
-        level = _parts([group[0] for group in level], width)
-    return own
+    ranks, own = next(ranks for ranks in nodes if rank in ranks), list[tuple[int, ...]]()
+    own.append(_group(rank, ranks, width))
+    firsts: Sequence[int] = [r for ranks in nodes for r in ranks[::width]] if own[0][0] == rank else ()
+    while own[-1][0] == rank and len(firsts) > 1:  # the rank is the first of its group, and there are other groups
+        own.append(_group(rank, firsts, width))
+        firsts = firsts[::width]
+    return [group for group in own if len(group) > 1]
 
 
-def _parts(ranks: Sequence[int], width: int) -> list[tuple[int, ...]]:
-    return [tuple(ranks[i : i + width]) for i in range(0, len(ranks), width)]
+def _group(rank: int, ranks: Sequence[int], width: int) -> tuple[int, ...]:
+    """Return the group of `rank` when `ranks` are divided into groups of `width`."""
+    start = ranks.index(rank) // width * width
+    return tuple(ranks[start : start + width])
 
 
 class Operation(Future[Any]):
