@@ -80,7 +80,7 @@ class AuthenticationServer:
         self._max_connections = max(16, min(1 << 15, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._is_authenticated: dict[asyncio.StreamWriter, bool] = {}  # by connection, the oldest first
         self._admitted: set[tuple[bytes, int]] = set()
-        self._update: asyncio.Task[None] | None = None  # of the listener's filter
+        self._update: asyncio.Future[None] | None = None  # of the listener's filter
         self._free_slots = asyncio.Semaphore(listener.capacity)
         self._closed = False
         self._thread = threading.Thread(
@@ -139,15 +139,20 @@ class AuthenticationServer:
                 self._admitted.discard(source)
                 self._update_filter()
 
-    def _update_filter(self) -> asyncio.Task[None]:
-        """Return the next update of the listener's filter. The kernel compiles each filter, so changes share one."""
+    def _update_filter(self) -> asyncio.Future[None]:
+        """Return the end of the next update of the listener's filter, which changes of a few milliseconds share: the
+        kernel compiles each filter. A client that an update fails to admit cannot connect, and reports this."""
 
-        async def update() -> None:
-            await asyncio.sleep(UPDATE_S)
-            self._update = None
-            self.listener.admit(self._admitted)
+        def update() -> None:
+            updated, self._update = self._update, None
+            with contextlib.suppress(OSError):
+                self.listener.admit(self._admitted)
+            assert updated is not None
+            updated.set_result(None)
 
-        self._update = self._update or self.loop.create_task(update())
+        if self._update is None:
+            self._update = self.loop.create_future()
+            self.loop.call_later(UPDATE_S, update)
         return self._update
 
 

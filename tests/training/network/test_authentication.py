@@ -219,8 +219,9 @@ def test_the_filter_supports_ipv4_and_ipv6() -> None:
         server.listener.close()
 
 
-def test_64_clients_are_admitted_at_the_same_time(server: AuthenticationServer) -> None:
-    connections: list[Any] = []
+def test_64_clients_are_admitted_together(server: AuthenticationServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    connections, updates, admit = list[Any](), list[int](), server.listener.admit
+    monkeypatch.setattr(server.listener, "admit", lambda admitted: (updates.append(len(admitted)), admit(admitted)))
     ranks = [
         threading.Thread(target=lambda: connections.append(connect(HERE, server.port, server.secret)))
         for _ in range(64)
@@ -230,6 +231,7 @@ def test_64_clients_are_admitted_at_the_same_time(server: AuthenticationServer) 
     for rank in ranks:
         rank.join()
     assert len(connections) == 64
+    assert len(updates) < 64 and max(updates) > 1, "the filter must not be compiled once per client"
     for connection in connections:
         connection.close()
 
