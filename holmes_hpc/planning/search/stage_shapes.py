@@ -51,6 +51,7 @@ MAX_SHAPES = 24  # shapes of one micro-batch size, recomputation and choice of T
 MAX_LISTED = 3000  # if at most this many lists of stages exist (in every order), all are estimated
 FORWARD = 1 / 3  # the share of the forward pass in a layer's seconds
 NIC_WAIT = 1.3  # ratio of a busy NIC's time to that of its bytes, because it also waits for other nodes
+TIE_BREAK = 1e-3  # the share of the shorter of compute and NIC time in an estimate: many shapes keep a NIC equally busy
 MAX_RATIO, BISECTION_STEPS = 64, 10  # ratio of the longest estimate to the least tau; steps of the bisection
 
 TpChoice = Mapping[int, tuple[int, ...]]  # pool -> the TPs that its stages may have
@@ -363,7 +364,8 @@ class _ShapeEstimator:
             middle = (low * high) ** 0.5
             low, high = (low, middle) if assign(middle)[0] >= self.model.layers else (middle, high)
         busiest_nic = max(map(max, nic_s))
-        return max(high, NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
+        nic = max(NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
+        return max(high, nic) + TIE_BREAK * min(high, nic)
 
     def _transfer_s(self, source: int, target: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.

@@ -118,6 +118,15 @@ def test_estimates_of_shapes_use_the_fast_network_between_pools_of_a_fabric() ->
     assert inside[0] < between[0, 1] < 0.1 * between[0, 2]
 
 
+def test_of_shapes_that_keep_a_nic_equally_busy_the_faster_one_comes_first() -> None:
+    """Otherwise their order would be arbitrary, and only the first few are simulated."""
+    site = make_site(25, ("ethernet", 8, None, H100))
+    problem = Problem(named("gpt_3_6b"), Batch(512, 1, 2048), site, PlanOptions(), Costs())
+    estimator = _ShapeEstimator(problem, available_pools(site, PlanOptions()), 1, "none", inf)
+    slow, fast = (estimator.estimate(((0, 1, 1),) * stages) for stages in (3, 6))
+    assert slow * 0.99 < fast < slow
+
+
 def test_neighbours_differ_by_a_node_a_tp_or_a_pool() -> None:
     stages, whole = ((0, 2, 2), (1, 4, 2)), [(0, 3, 2), (0, 3, 4), (1, 4, 2), (2, 5, 1)]
     near = {*neighbours(stages, whole)}
