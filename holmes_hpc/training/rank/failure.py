@@ -147,6 +147,7 @@ class RankExit:
             with contextlib.suppress(Exception):
                 if not self._store.check([_FAILED]):
                     self._store.set(_FAILED, json.dumps(failure))
+                    self._store.check([_FAILED])  # wait: `set` has no answer, and this process would end too early
 
         if self._store is not None:
             thread = threading.Thread(target=write, name="report of the failure", daemon=True)

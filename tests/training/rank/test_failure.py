@@ -277,6 +277,26 @@ def test_with_a_copy_in_memory_even_the_first_save_may_fail(small: Path, tmp_pat
     assert "step 20: checkpoint of" in ended.log(0) and not list((small / "saved").glob("*10*"))
 
 
+def test_a_failure_has_reached_the_store_when_the_rank_may_end(tmp_path: Path) -> None:
+    """A client of TCPStore does not wait for an answer to `set`, and a thread of the rank forwards it."""
+
+    class Store:
+        def __init__(self) -> None:
+            self.sent, self.values = dict[str, str](), dict[str, str]()
+
+        def set(self, key: str, value: str) -> None:
+            self.sent[key] = value
+
+        def check(self, keys: list[str]) -> bool:
+            self.values.update(self.sent)
+            return all(key in self.values for key in keys)
+
+    rank_exit = RankExit(RunDirectory(tmp_path), Launch(1, 2, 1, "local", "n1", "key", True))
+    rank_exit._store = store = Store()
+    rank_exit._publish(OSError("no space"), hung=False)
+    assert [json.loads(text)["error"] for text in store.values.values()] == ["OSError: no space"]
+
+
 @pytest.mark.integration
 def test_a_full_disk_while_tracing_is_reported_in_one_line(tmp_path: Path) -> None:
     run = spawn.begin(tmp_path / "run", spawn.plan(dp=2), {"train": {**SLOW, "trace": True}})
