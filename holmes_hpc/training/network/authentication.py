@@ -143,16 +143,15 @@ class AuthenticationServer:
         """Return the end of the next update of the listener's filter, which changes of a few milliseconds share: the
         kernel compiles each filter. A client that an update fails to admit cannot connect, and reports this."""
 
-        def update() -> None:
-            updated, self._update = self._update, None
+        def update(updated: asyncio.Future[None]) -> None:
+            self._update = None
             with contextlib.suppress(OSError):
                 self.listener.admit(self._admitted)
-            assert updated is not None
             updated.set_result(None)
 
         if self._update is None:
             self._update = self.loop.create_future()
-            self.loop.call_later(UPDATE_S, update)
+            self.loop.call_later(UPDATE_S, update, self._update)
         return self._update
 
 

@@ -18,8 +18,7 @@ WIDTH = 16
 
 def groups_of_rank(rank: int, nodes: Sequence[Sequence[int]], width: int = WIDTH) -> list[tuple[int, ...]]:
     """Return the groups of `rank` in the tree, from its node's to the highest. `nodes`: the ranks of each node."""
-    ranks, own = next(ranks for ranks in nodes if rank in ranks), list[tuple[int, ...]]()
-    own.append(_group(rank, ranks, width))
+    own = [_group(rank, next(ranks for ranks in nodes if rank in ranks), width)]
     firsts: Sequence[int] = [r for ranks in nodes for r in ranks[::width]] if own[0][0] == rank else ()
     while own[-1][0] == rank and len(firsts) > 1:  # the rank is the first of its group, and there are other groups
         own.append(_group(rank, firsts, width))
