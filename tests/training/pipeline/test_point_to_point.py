@@ -181,6 +181,7 @@ def test_sends_without_a_wait_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) ->
 def _run_rank(rank: int, folder: str, part: str) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     channel = point_to_point.Channel("forward 0->1", [dist.new_group([0, 1])], 1 - rank)
+    dist.barrier()  # none ends while the other still connects
     tensors = [torch.full((3, 5), float(i)) for i in range(8)]
     if part == "order":
         if rank == 0:
