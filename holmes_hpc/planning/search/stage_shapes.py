@@ -16,6 +16,7 @@ from math import factorial, inf
 import numpy as np
 
 from holmes_hpc.config.plan_options import RECOMPUTE
+from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.memory import max_layers
 from holmes_hpc.planning.plan.transport import TransportRule
@@ -85,9 +86,8 @@ class Shape:
         return self._with_stages(other_pools(self.stages, self.estimator.single_stages()))
 
     def _with_stages(self, lists: Iterable[Stages]) -> "list[Shape]":
-        allowed = (stages for stages in dict.fromkeys(lists) if self.estimator.is_allowed(stages))
-        shapes = (replace(self, stages=stages, estimate=self.estimator.estimate(stages)) for stages in allowed)
-        return sorted((s for s in shapes if s.estimate < inf), key=lambda s: (s.estimate, s.stages))
+        allowed = [stages for stages in dict.fromkeys(lists) if self.estimator.is_allowed(stages)]
+        return sorted(self.estimator.shapes_of(allowed), key=lambda s: (s.estimate, s.stages))
 
 
 def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
@@ -213,8 +213,12 @@ class _ShapeEstimator:
         if lists is None:
             best = (stages for pools in self._pool_choices() for stages in self._best_lists(pools))
             lists = list(dict.fromkeys(order for stages in best for order in stage_orders(stages)))
-        shapes = (Shape(self.batch.micro_size, self.recompute, s, self.estimate(s), self) for s in lists)
-        return [shape for shape in shapes if shape.estimate < inf]
+        return self.shapes_of(lists)
+
+    def shapes_of(self, lists: Sequence[Stages]) -> list[Shape]:
+        """Return the shapes of those lists of stages that have an estimate."""
+        pairs = zip(lists, self.estimates(lists), strict=True)
+        return [Shape(self.batch.micro_size, self.recompute, s, seconds, self) for s, seconds in pairs if seconds < inf]
 
     def _pool_choices(self) -> list[tuple[int, ...]]:
         """Return the choices of pools to search: all, and the most promising pools, fabrics and pairs of pools or
@@ -310,22 +314,31 @@ class _ShapeEstimator:
         """Return whether the options allow these stages."""
         return bool(is_allowed(self.options, self.model.layers, len(stages), len(pools_of(stages))))
 
-    def estimate(self, stages: Stages) -> float:
-        """Return the estimated seconds of the step; infinite if the layers do not fit, or if it exceeds `max_s`. It is
-        the least step time in which each stage can compute its layers between the arrival of its first micro-batch and
-        the time at which its last gradients must leave, or the time of all transfers of one node if that is longer. If
-        a stage has more replicas than a stage above it, it waits until that stage has computed a micro-batch for each
-        of its replicas."""
-        m, costs, transfer = self.micro_batches, [], 0.0
+    def estimates(self, lists: Sequence[Stages]) -> list[float]:
+        """Return the estimated seconds of a step for each list of stages; infinite if the layers do not fit, or if they
+        exceed `max_s`. An estimate is the least step time in which each stage can compute its layers between the
+        arrival of its first micro-batch and the time at which its last gradients must leave, or the time of all
+        transfers of one node if that is longer. If a stage has more replicas than a stage above it, it waits until that
+        stage has computed a micro-batch for each of its replicas."""
+        seconds = dict.fromkeys(lists, inf)
+        costs = ((stages, self._costs(stages)) for stages in seconds)
+        for _, same_length in grouped((len(stages), (stages, *c)) for stages, c in costs if c is not None):
+            stages, per_stage, nic_s = zip(*same_length, strict=True)
+            seconds |= zip(stages, self._step_s(np.array(per_stage).T, np.array(nic_s)).tolist(), strict=True)
+        return [seconds[stages] for stages in lists]
+
+    def _costs(self, stages: Stages) -> tuple[list[tuple[float, ...]], float] | None:
+        """Return (for each stage: seconds of a layer for one micro-batch and for all, layers that fit, DP, seconds in
+        which a micro-batch arrives, seconds of the output layer; seconds in which the busiest node sends all).
+        Return None if a replica would have no micro-batch."""
+        m, costs, transfer = self.micro_batches, list[tuple[float, ...]](), 0.0
         dps = tuple(nodes * (self.available[f].gpus_per_node // tp) for f, nodes, tp in stages)
         if max(dps) > m:
-            return inf
-        depths = least_in_flight(dps)
+            return None
         nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its fabric, outside)
-        for s, (f, nodes, tp) in enumerate(stages):
+        for s, ((f, nodes, tp), dp, depth) in enumerate(zip(stages, dps, least_in_flight(dps), strict=True)):
             step_s, _, layer_s = self._stage_costs[f, tp]
-            dp = dps[s]
-            fit = self._max_layers(f, tp, dp, min(depths[s], -(-m // dp)))
+            fit = self._max_layers(f, tp, dp, min(depth, -(-m // dp)))
             if s:
                 f_above, nodes_above, tp_above = stages[s - 1]
                 down = self._transfers_s(f_above, f, nodes_above)
@@ -336,36 +349,42 @@ class _ShapeEstimator:
                 nic_s[s - 1][is_outside] += down / nodes_above
                 nic_s[s][is_outside] += up / nodes
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
-            costs.append((layer_s, float(step_s[nodes - 1]), fit, dp, transfer, head))
+            costs.append((layer_s, step_s[nodes - 1], fit, dp, transfer, head))
+        return costs, max(map(max, nic_s))
 
-        def assign(limit: float) -> tuple[float, float]:
+    def _step_s(self, costs: np.ndarray, busiest_nic: np.ndarray) -> np.ndarray:
+        """Return the estimates of n lists of S stages, (n,). The arguments hold :meth:`_costs`, (6, S, n) and (n,)."""
+        m, layers = self.micro_batches, self.model.layers
+
+        def assign(limit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             """Return (layers assigned within `limit` seconds, seconds until a micro-batch reaches the last stage)."""
-            count = elapsed = arrival = wave_s = 0.0
-            wave = 1  # replicas of the slowest stage above; it needs `wave_s` for one micro-batch on each
-            for layer_s, step_s, fit, dp, transfer, head in costs:
+            count, elapsed, wave_s = np.zeros((3, len(limit)))
+            wave = is_possible = np.ones(len(limit))
+            # `wave`: replicas of the slowest stage above; it needs `wave_s` for one micro-batch on each
+            for layer_s, step_s, fit, dp, transfer, head in costs.swapaxes(0, 1):
                 arrival = elapsed = elapsed + transfer
-                compute_s = min(
-                    limit - elapsed - head - (m - 1) % dp // wave * wave_s,  # the last replica with the larger share
-                    (limit - elapsed - head - (dp - 1) // wave * wave_s) * -(-m // dp) / (m // dp),  # the last replica
+                left_s = limit - elapsed - head
+                compute_s = np.minimum(
+                    left_s - (m - 1) % dp // wave * wave_s,  # the last replica with the larger share
+                    (left_s - (dp - 1) // wave * wave_s) * -(-m // dp) / (m // dp),  # the last replica
                 )
-                layers = min(fit, compute_s / step_s + 1e-9) // 1
-                if layers < 1:
-                    return 0.0, arrival
-                count, elapsed = count + layers, elapsed + layers * layer_s
-                if layers * layer_s * FORWARD * wave >= wave_s * dp:
-                    wave, wave_s = dp, layers * layer_s * FORWARD
-            return count, arrival
+                assigned = np.minimum(fit, compute_s / step_s + 1e-9) // 1
+                is_possible = is_possible * (assigned >= 1)
+                stage_s = assigned * layer_s
+                count, elapsed = count + assigned, elapsed + stage_s
+                is_slower = stage_s * FORWARD * wave >= wave_s * dp
+                wave, wave_s = np.where(is_slower, (dp, stage_s * FORWARD), (wave, wave_s))
+            return count * is_possible, arrival
 
         least_s = self.stage_time_limits[0]
-        low, high = least_s / 2, min(least_s * MAX_RATIO, self.max_s)
-        if assign(high)[0] < self.model.layers:
-            return inf
+        low, high = np.full((len(busiest_nic), 2), (least_s / 2, min(least_s * MAX_RATIO, self.max_s))).T
+        is_possible = assign(high)[0] >= layers
         for _ in range(BISECTION_STEPS):
-            middle = (low * high) ** 0.5
-            low, high = (low, middle) if assign(middle)[0] >= self.model.layers else (middle, high)
-        busiest_nic = max(map(max, nic_s))
-        nic = max(NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
-        return max(high, nic) + TIE_BREAK * min(high, nic)
+            middle = np.sqrt(low * high)
+            low, high = np.where(assign(middle)[0] >= layers, (low, middle), (middle, high))
+        nic = np.maximum(NIC_WAIT * busiest_nic, busiest_nic + assign(high)[1])
+        seconds = np.maximum(high, nic) + TIE_BREAK * np.minimum(high, nic)
+        return np.where(is_possible, seconds, inf)
 
     def _transfer_s(self, source: int, target: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.

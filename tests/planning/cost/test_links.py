@@ -180,7 +180,7 @@ def test_estimates_of_the_search_count_a_shared_line() -> None:
         problem = Problem(MODEL, BATCH, with_links(link), options, Costs())
         estimator = _ShapeEstimator(problem, available_pools(problem.site, options), 1, "none", inf)
         placements = hierarchies(estimator.costs_by_tp[2], 16, Limit(2, margin=2.0))
-        return estimator.estimate(((0, 2, 2), (1, 2, 2))), min(p.estimate_s for p in placements)
+        return estimator.estimates([((0, 2, 2), (1, 2, 2))])[0], min(p.estimate_s for p in placements)
 
     shared, each, none = (
         estimates(FabricLink(("a", "b"), **rates)) for rates in ({"total_gbps": 0.2}, {"gbps": 0.1}, {"delay_ms": 1e-9})

@@ -103,7 +103,7 @@ def test_estimates_of_shapes_count_the_memory_of_passes_in_flight(micro_size: in
     site, options = make_site(25, ("ib", 8, 200.0, A100)), PlanOptions()
     problem = Problem(named("llama2_70b"), Batch(256, micro_size, 2048), site, options, Costs())
     estimator = _ShapeEstimator(problem, available_pools(site, options), micro_size, "none", inf)
-    assert (estimator.estimate(((0, 1, 8),) * 8) < inf) == fits
+    assert (estimator.estimates([((0, 1, 8),) * 8])[0] < inf) == fits
 
 
 def test_estimates_of_shapes_use_the_fast_network_between_pools_of_a_fabric() -> None:
@@ -123,7 +123,7 @@ def test_of_shapes_that_keep_a_nic_equally_busy_the_faster_one_comes_first() -> 
     site = make_site(25, ("ethernet", 8, None, H100))
     problem = Problem(named("gpt_3_6b"), Batch(512, 1, 2048), site, PlanOptions(), Costs())
     estimator = _ShapeEstimator(problem, available_pools(site, PlanOptions()), 1, "none", inf)
-    slow, fast = (estimator.estimate(((0, 1, 1),) * stages) for stages in (3, 6))
+    slow, fast = (estimator.estimates([((0, 1, 1),) * stages])[0] for stages in (3, 6))
     assert slow * 0.99 < fast < slow
 
 
