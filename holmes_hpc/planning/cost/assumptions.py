@@ -55,7 +55,7 @@ def _tcp_window_notes(layout: Layout) -> Iterator[str]:
     for transport, (a, b) in zip(layout.edges[0], pairwise(layout.replicas[0]), strict=False):
         delay_s = layout.site.delay_s(transport.kind, layout.pool(a), layout.pool(b))
         bytes_per_s = layout.site.rate_gbps(transport.kind, layout.pool(a), layout.pool(b)) * 1e9 / 8
-        connections = math.ceil(bytes_per_s / window_rate(a, delay_s)) if delay_s else 0
+        connections = math.ceil(bytes_per_s / window_rate(a.gpus_per_node, delay_s, layout.costs))
         if connections > layout.edge_connections:
             limit = f"TCP windows of 3 MiB limit transfers at a delay of {delay_s * 1e3:g} ms"
             yield f"{a.pool} to {b.pool}: {limit}; plan.edge_connections={connections} uses the link's full rate"

@@ -47,9 +47,10 @@ _order = lru_cache(maxsize=4096)(Order)  # a search repeats the same arguments
 schedule_of = lru_cache(maxsize=4096)(Schedule)
 
 
-def window_rate(component: Component, delay_s: float) -> float:
-    """Return the bytes per second that one node can send over a link with a delay, by one TCP connection per GPU."""
-    return component.gpus_per_node * WINDOW_BYTES / (2 * delay_s)
+def window_rate(gpus: int, delay_s: float, costs: Costs) -> float:
+    """Return the bytes per second that `gpus` of a node can send over a link with a delay, by a TCP connection each.
+    Measured rates include this limit: it is then infinite, as without a delay."""
+    return gpus * WINDOW_BYTES / (2 * delay_s) if delay_s and costs.calibration == NO_CALIBRATION else math.inf
 
 
 def memoised(*settings: str) -> Callable[[Callable[[Layout], T]], Callable[[Layout], T]]:
@@ -346,9 +347,8 @@ class Layout:
             gbps *= self._nodes_of_domain(component.pool)
         rate = gbps * 1e9 / 8 * self.costs.link(transport, pool, collective).efficiency
         delay_s = self.site.delay_s(transport.kind, pool, self.pool(peer) if peer else None)
-        if not delay_s or self.costs.calibration != NO_CALIBRATION:  # measured rates include the TCP windows' limit
-            return rate
-        return min(rate, window_rate(component, delay_s) * (1 if collective else self.edge_connections))
+        connections = 1 if collective else self.edge_connections
+        return min(rate, window_rate(component.gpus_per_node, delay_s, self.costs) * connections)
 
     def latency(
         self, transport: Transport, component: Component, collective: str = "", peer: Component | None = None

@@ -5,6 +5,7 @@ Array shapes: (plans, S, C) stands for layer splits, stages, and model chunks of
 
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from math import inf
 
 import numpy as np
 
@@ -148,21 +149,22 @@ def row_durations(layout: Layout, times: Timing, split: int) -> simulation.RowDu
     )
 
 
-def _ends_per_stage(layout: Layout, times: Timing) -> np.ndarray:
-    """Return the seconds until all gradients of each layer split are reduced, (plans,)."""
+def _ends_per_stage(layout: Layout, times: Timing, max_s: float) -> np.ndarray:
+    """Return the seconds until all gradients of each layer split are reduced, (plans,); infinite if over `max_s`."""
     order, tails = layout.order, times.replicas[0].tail[:, :, 0]
     stages = [order.stage_of(row) for row in range(order.rows)]
     durations = (row_durations(layout, times, split) for split in range(len(tails)))
-    ends = np.array([simulation.row_end_times(order, d) for d in durations])
+    ends = np.array([simulation.row_end_times(order, d, max_s=max_s) for d in durations])
     return np.asarray((ends + tails[:, stages]).max(axis=1))
 
 
-def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE) -> np.ndarray:
+def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE, max_s: float = inf) -> np.ndarray:
     """Return the seconds of a step for layer splits of shape (plans, S, C). A step lasts as long as its slowest
-    pipeline plus the work after it. `passes`: number of passes to simulate before the extrapolation."""
+    pipeline plus the work after it. `passes`: number of passes to simulate before the extrapolation. `max_s`: with
+    per-stage TP/DP, the seconds of a step that is clearly longer are infinite, and soon found."""
     times = timing(layout, layers)
     if layout.is_per_stage:
-        return _ends_per_stage(layout, times) + times.after_reduction_s()
+        return _ends_per_stage(layout, times, max_s) + times.after_reduction_s()
     replicas = [*zip(layout.orders, times.replicas, times.one_nic, strict=True)]
     if layout.costs.early_step == "stage":
         update_s = times.gather + (times.optimizer + times.overhead)[:, None]

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -193,11 +194,14 @@ class TimedPass(NamedTuple):
     sent: tuple[float, float] | None
 
 
-def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None = None) -> list[float]:
+def row_end_times(
+    order: Order, d: RowDurations, passes: list[TimedPass] | None = None, max_s: float = inf
+) -> list[float]:
     """Return the time in seconds at which each row's last pass ends; infinite if the row waits forever, because too few
-    passes are in flight. `passes`: a list that receives a TimedPass for every pass, in order of their start. Inside
-    this function a pass is a number, for speed: twice its micro-batch, plus 1 if backward."""
-    stages, never = order.stages, float("inf")
+    passes are in flight, or if some row has waited so long that its passes cannot end within `max_s`. `passes`: a list
+    that receives a TimedPass for every pass, in order of their start. Inside this function a pass is a number, for
+    speed: twice its micro-batch, plus 1 if backward."""
+    stages, never = order.stages, inf
     stage_of = [order.stage_of(row) for row in range(order.rows)]
     rows_on_node = Counter(d.node)
     rows_sharing = [rows_on_node[node] for node in d.node]  # by row: the rows of its node, which share its NICs
@@ -213,6 +217,8 @@ def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None 
     remaining, now, is_round_robin = [iter(row) for row in sequences], [0.0] * order.rows, order.is_round_robin
     next_number = [next(row) for row in remaining]
     forward, backward, down, up = d.forward, d.backward, d.down, d.up
+    compute_s = (len(row) / 2 * (forward[s] + backward[s]) for row, s in zip(sequences, stage_of, strict=True))
+    may_wait_s = [max_s - seconds for seconds in compute_s]
     first_inputs: list[dict[int, float]] = [{} for _ in range(stages)]  # arrival at each row's first pass, by stage
     queue: list[tuple[float, int]] = []  # (start of the row's next pass, row)
 
@@ -231,6 +237,9 @@ def row_end_times(order: Order, d: RowDurations, passes: list[TimedPass] | None 
         start_row(row, 0.0)
     while queue:  # the earliest row first, so that rows take turns on a shared NIC
         start, row = heappop(queue)
+        may_wait_s[row] -= start - now[row]
+        if may_wait_s[row] < 0:
+            return [never] * order.rows
         s, number = stage_of[row], next_number[row]
         next_number[row] = following = next(remaining[row], -1)
         is_backward, micro_batch = number & 1, number >> 1

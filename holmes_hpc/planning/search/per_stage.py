@@ -36,7 +36,7 @@ from holmes_hpc.planning.search.layers import (
 )
 from holmes_hpc.planning.search.placement import Block, component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, Solution, available_pools, timed
-from holmes_hpc.planning.search.stage_lists import pools_of
+from holmes_hpc.planning.search.stage_lists import pools_of, taking_turns
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most shapes whose memory is checked
@@ -44,12 +44,13 @@ MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
 MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 3, 1.3  # sets of fabrics, up to this many times as slow as the best
 MANY_GPUS = 256  # larger sites are searched only once, because a search takes long
 MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
-NEAR = 1.04  # neighbours of shapes up to this many times as slow as the best are tried
 BUILT = 4  # ratio of the time to simulate a shape to that of building its layout
+EXPANDED = 5000  # passes that could be simulated while the neighbours of a shape are estimated
 MIN_STEP = 0.005  # a neighbour faster by this share is expanded before the other neighbours are tried
-FAR = 1.12  # variants up to this many times as slow as the best are refined
+NEAR = 1.12  # neighbours of variants up to this many times as slow as the best are tried, and these variants refined
 # The most passes to simulate: of shapes with short estimates, of neighbours of the best, to refine all variants, or one
 SHAPES, NEIGHBOURS, REFINEMENT, PER_VARIANT = 300_000, 600_000, 1_200_000, 75_000
+MORE_NEIGHBOURS = 4  # ratio of the passes for neighbours on small sites to those on large sites
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -108,26 +109,32 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    If good ones use only some fabrics of a site of up to MANY_GPUS, these are searched again: the number of passes to
-    simulate is limited, so a search on fewer fabrics tries more shapes. The list is empty if no shape that fits in
-    memory promises a step below `max_s` seconds."""
-    memo = Memo()
-    found, site = _search(problem, clock, max_s, memo), problem.site
+    A site of up to MANY_GPUS is searched again, with numbers of stages taking turns. If good variants use only some of
+    its fabrics, these are searched, too: the number of passes to simulate is limited, so a search on fewer fabrics
+    tries more shapes. The list is empty if no shape that fits in memory promises a step below `max_s` seconds."""
+    memo, site = Memo(), problem.site
+    is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
+    neighbours = NEIGHBOURS * (1 if is_large else MORE_NEIGHBOURS)
+    found = _search(problem, clock, max_s, memo, neighbours)
+    if not (is_large or clock.is_over()):
+        found += _search(problem, clock, max_s, memo, neighbours, by_turns=True)
     limit_s = SEARCHED_AGAIN * min((v.seconds for v in found), default=max_s)
     near = (v.layout for v in sorted(found, key=lambda v: v.seconds) if v.seconds < limit_s)
     fabrics = dict.fromkeys(frozenset(layout.pool(c).fabric_name for c in layout.components) for layout in near)
-    is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
     for used in [*fabrics][:MAX_SEARCHED_AGAIN] if not (problem.options.nodes or is_large) else ():
         pools = [pool for pool in site.pools if pool.fabric_name in used]
         if len(pools) < len(site.pools) and not clock.is_over():
             on_used = problem._replace(site=site.restricted_to(pools))
-            found += _search(on_used, clock, min(max_s, min(v.seconds for v in found)), memo)
+            found += _search(on_used, clock, min(max_s, min(v.seconds for v in found)), memo, neighbours)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
     return _refine_all(found, problem.options, clock)
 
 
-def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo) -> list[Variant]:
-    """Return the variants of one search. `memo`: the results that all searches share."""
+def _search(
+    problem: Problem, clock: Clock, max_s: float, memo: Memo, max_neighbours: int, by_turns: bool = False
+) -> list[Variant]:
+    """Return the variants of one search. `memo`: the results that all searches share. `max_neighbours`: the most passes
+    to simulate for neighbours. `by_turns`: whether the best shapes of each number of stages take turns."""
     options, available = problem.options, available_pools(problem.site, problem.options)
     simulated, tried, passes = list[Variant](), set[Shape](), 0
 
@@ -163,20 +170,24 @@ def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo) -> list[Va
         if fitting := next(filter(None, map(built, filter(may_win, same_pools[:MAX_UNFIT]))), None):
             simulate(fitting)
     promising = list[Variant]()
+    if by_turns:
+        shapes = taking_turns(shapes, lambda shape: len(shape.stages))
     for shape in filter(may_win, shapes[:MAX_SHAPES]):
         if is_over(SHAPES / 2) and len(promising) >= MIN_SHAPES:
             break
         promising += filter(None, [built(shape)])
-    for balanced in sorted(promising, key=lambda v: v.least_s * v.shape.estimate):
+    promising.sort(key=lambda v: v.least_s * v.shape.estimate)
+    for balanced in taking_turns(promising, lambda v: len(v.shape.stages)) if by_turns else promising:
         if is_over(SHAPES) and len(tried) >= MIN_SHAPES:
             break
         simulate(balanced)
-    max_passes, expanded = passes + NEIGHBOURS, set[Shape]()
+    max_passes, expanded = passes + max_neighbours, set[Shape]()
     while unexpanded := [v for v in simulated if v.shape not in expanded]:
         best = min(unexpanded, key=lambda v: v.seconds)
         if is_over(max_passes) or best.seconds > NEAR * least_s():
             break
         expanded.add(best.shape)
+        passes += EXPANDED
         others = best.shape.on_other_pools() if best.seconds <= least_s() else []  # estimates ignore costs of pools
         max_estimate = NEAR * least_s() * best.shape.estimate / best.seconds
         near = [shape for shape in best.shape.neighbours() if shape.estimate < max_estimate]
@@ -198,7 +209,7 @@ def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock) -
     for candidate in sorted(candidates, key=lambda v: first_on_pools[v.layout.transport_rule.pools] is not v):
         if passes_left <= 0 or clock.is_over():
             break
-        if refined and candidate.seconds > FAR * refined[0].seconds:
+        if refined and candidate.seconds > NEAR * refined[0].seconds:
             continue
         variant, passes = _refine(candidate, options, PER_VARIANT)
         passes_left -= passes
@@ -279,8 +290,9 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
         for change in changes:
             if simulations_left <= 0:
                 break
-            variant, simulations_left = timed(best, **change), simulations_left - 1
-            if variant.seconds < best.seconds * (1 - min_gain):
+            enough_s = best.seconds * (1 - min_gain)
+            variant, simulations_left = timed(best, max_s=enough_s, **change), simulations_left - 1
+            if variant.seconds < enough_s:
                 best = variant
                 return True
         return False

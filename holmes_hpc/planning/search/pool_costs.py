@@ -12,6 +12,7 @@ from holmes_hpc.fabric.site import Pool
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
+from holmes_hpc.planning.cost.layout import window_rate
 from holmes_hpc.planning.cost.memory import capacity
 from holmes_hpc.planning.plan.transport import LOCAL, TCP, TransportRule
 from holmes_hpc.planning.schedule.kinds import schedule_kind
@@ -23,11 +24,15 @@ T = TypeVar("T")
 MAX_CHUNKS = 8
 
 
-def payload_gbps(rule: TransportRule, costs: Costs, sender: Pool, receiver: Pool, nodes: float) -> float:
+def payload_gbps(
+    rule: TransportRule, costs: Costs, sender: Pool, receiver: Pool, nodes: float, connections: int
+) -> float:
     """Return the payload rate in Gbit/s from a node of `sender` to one of `receiver`, over the best transport between
-    the two. `nodes`: the nodes of `sender` that send at the same time."""
+    the two. `nodes`: the nodes of `sender` that send at the same time, by so many TCP `connections` per GPU."""
     transport = rule.of({sender.name, receiver.name}, one_node=False)
-    return rule.site.rate_gbps(transport.kind, sender, receiver, nodes) * costs.link(transport, sender).efficiency
+    gbps = rule.site.rate_gbps(transport.kind, sender, receiver, nodes) * costs.link(transport, sender).efficiency
+    delay_s = rule.site.delay_s(transport.kind, sender, receiver)
+    return min(gbps, window_rate(sender.gpus_per_node, delay_s, costs) * connections * 8e-9)
 
 
 def latency_s(rule: TransportRule, costs: Costs, sender: Pool, receiver: Pool) -> float:
@@ -105,9 +110,9 @@ class PoolCosts:
         return self.cached(self._between_gbps, ranks)
 
     def _between_gbps(self, ranks: int) -> np.ndarray:
-        rule, costs = self._transport_rule, self.cost_model
+        rule, costs, connections = self._transport_rule, self.cost_model, self.options.edge_connections
         senders = [(a.pool, max(1, ranks / a.gpus_per_node)) for a in self.available]
-        return np.array([[payload_gbps(rule, costs, a, b, nodes) for b, _ in senders] for a, nodes in senders])
+        return np.array([[payload_gbps(rule, costs, a, b, n, connections) for b, _ in senders] for a, n in senders])
 
     def order_pools(self, pools: list[int], edge_s: np.ndarray, is_ring: bool = False) -> list[int]:
         """Return the pools, in :func:`shortest_order` if the site defines links and the user does not fix the order."""

@@ -62,10 +62,10 @@ class Solution:
     notes: tuple[str, ...] = ()
 
 
-def timed(solution: S, passes: int = ACCURATE, **changes: Any) -> S:
-    """Return a solution with its `changes` and its simulated step time. `passes`: as in :func:`step_s`."""
+def timed(solution: S, passes: int = ACCURATE, max_s: float = inf, **changes: Any) -> S:
+    """Return a solution with its `changes` and its simulated step time. `passes`, `max_s`: as in :func:`step_s`."""
     changed = replace(solution, **changes) if changes else solution
-    return replace(changed, seconds=float(step_s(changed.layout, changed.layers, passes)[0]))
+    return replace(changed, seconds=float(step_s(changed.layout, changed.layers, passes, max_s)[0]))
 
 
 @dataclass(frozen=True)

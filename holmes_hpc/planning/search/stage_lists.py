@@ -5,8 +5,9 @@ pool's nodes.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, permutations, product
+from typing import TypeVar
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from holmes_hpc.planning.search.problem import AvailablePool
 
 FEW_POOLS = 3  # up to this number, all orders are tried
 MAX_UNITS = 128  # a larger pool is divided into this many units of several nodes
+T = TypeVar("T")
 Stage = tuple[int, int, int]
 Stages = tuple[Stage, ...]
 
@@ -21,6 +23,17 @@ Stages = tuple[Stage, ...]
 def pools_of(stages: Stages) -> frozenset[int]:
     """Return the indices of the pools that hold the stages."""
     return frozenset(pool for pool, *_ in stages)
+
+
+def taking_turns(items: Iterable[T], stages: Callable[[T], int]) -> list[T]:
+    """Return the items so that their numbers of `stages` take turns: the first with each number, then the second."""
+    seen = Counter[int]()
+
+    def turn(item: T) -> int:
+        seen[stages(item)] += 1
+        return seen[stages(item)]
+
+    return sorted(items, key=turn)
 
 
 def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:

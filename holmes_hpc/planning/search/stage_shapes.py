@@ -6,7 +6,7 @@ can compute within the limit. Each choice of stage counts per pool gets the leas
 all layers. The time to fill and drain the pipeline adds to the step.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -19,9 +19,9 @@ from holmes_hpc.config.plan_options import RECOMPUTE
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cost.layer_times import LayerShape
 from holmes_hpc.planning.cost.memory import max_layers
-from holmes_hpc.planning.plan.transport import TransportRule
+from holmes_hpc.planning.plan.transport import Transport, TransportRule
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.pool_costs import PoolCosts, payload_gbps
+from holmes_hpc.planning.search.pool_costs import PoolCosts, latency_s, payload_gbps
 from holmes_hpc.planning.search.problem import (
     AvailablePool,
     Problem,
@@ -121,11 +121,11 @@ class _ShapeEstimator:
     ) -> None:
         self.model, self.options, self.cost_model = problem.model, problem.options, problem.costs
         self.available, self.max_s = available, max_s
-        self._fabrics = [a.pool.fabric_name for a in available]
         self._transport_rule = TransportRule(problem.site, "holmes", frozenset(), one_node=False)
         self.batch, self.recompute = replace(problem.batch, micro_size=micro_size), recompute
         self.micro_batches = self.batch.micro_batches(1)
-        self._transfers_s, self._max_layers = cache(self._transfer_s), cache(self._max_layers_of)
+        self._transfers_s, self._edges = cache(self._transfer_s), cache(self._edge)
+        self._max_layers = cache(self._max_layers_of)
         problem = problem._replace(options=replace(self.options, recompute=recompute))
         self.costs_by_tp = {
             tp: PoolCosts(problem, micro_size, tp, usable)
@@ -335,22 +335,22 @@ class _ShapeEstimator:
         dps = tuple(nodes * (self.available[f].gpus_per_node // tp) for f, nodes, tp in stages)
         if max(dps) > m:
             return None
-        nic_s = [[0.0, 0.0] for _ in stages]  # seconds that a node of each stage sends (inside its fabric, outside)
+        nic_s = [defaultdict[Transport, float](float) for _ in stages]  # of a node of each stage, by transport
         for s, ((f, nodes, tp), dp, depth) in enumerate(zip(stages, dps, least_in_flight(dps), strict=True)):
             step_s, _, layer_s = self._stage_costs[f, tp]
             fit = self._max_layers(f, tp, dp, min(depth, -(-m // dp)))
             if s:
                 f_above, nodes_above, tp_above = stages[s - 1]
-                down = self._transfers_s(f_above, f, nodes_above)
-                up = self._transfers_s(f, f_above, nodes)
+                transport, wait_s = self._edges(f_above, f)
+                both = min(nodes_above, nodes)
+                sent_s = max(self._transfers_s(f_above, f, both), self._transfers_s(f, f_above, both))
                 above, own = self.available[f_above].gpus_per_node, self.available[f].gpus_per_node
-                transfer = (down * above / tp_above + up * own / tp) / m
-                is_outside = self._fabrics[f] != self._fabrics[f_above]
-                nic_s[s - 1][is_outside] += down / nodes_above
-                nic_s[s][is_outside] += up / nodes
+                transfer = sent_s * (above / tp_above + own / tp) / m + 2 * wait_s
+                nic_s[s - 1][transport] += sent_s / nodes_above + wait_s * m / dps[s - 1]
+                nic_s[s][transport] += sent_s / nodes + wait_s * m / dp
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
             costs.append((layer_s, step_s[nodes - 1], fit, dp, transfer, head))
-        return costs, max(map(max, nic_s))
+        return costs, max(max(seconds.values(), default=0.0) for seconds in nic_s)
 
     def _step_s(self, costs: np.ndarray, busiest_nic: np.ndarray) -> np.ndarray:
         """Return the estimates of n lists of S stages, (n,). The arguments hold :meth:`_costs`, (6, S, n) and (n,)."""
@@ -386,10 +386,17 @@ class _ShapeEstimator:
         seconds = np.maximum(high, nic) + TIE_BREAK * np.minimum(high, nic)
         return np.where(is_possible, seconds, inf)
 
+    def _edge(self, source: int, target: int) -> tuple[Transport, float]:
+        """Return (the transport between two pools, the seconds until data arrives)."""
+        sender, receiver = self.available[source].pool, self.available[target].pool
+        transport = self._transport_rule.of({sender.name, receiver.name}, one_node=False)
+        return transport, latency_s(self._transport_rule, self.cost_model, sender, receiver)
+
     def _transfer_s(self, source: int, target: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
         `nodes`: number of nodes of the sending stage, which all send at the same time."""
         sender, receiver = self.available[source].pool, self.available[target].pool
-        gbps = payload_gbps(self._transport_rule, self.cost_model, sender, receiver, nodes)
+        connections = self.options.edge_connections
+        gbps = payload_gbps(self._transport_rule, self.cost_model, sender, receiver, nodes, connections)
         element_bytes = self.cost_model.weight_bytes(sender.gpu)
         return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / gbps
