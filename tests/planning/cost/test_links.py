@@ -163,17 +163,19 @@ def test_the_search_avoids_a_line_that_all_nodes_share() -> None:
     assert [c.fabric for c in plan.components] in (["a", "c", "b"], ["b", "c", "a"])
 
 
-def test_the_searchs_rates_are_those_of_the_cost_model() -> None:
-    site = with_links(FabricLink(("a", "b"), total_gbps=1.0))
+@pytest.mark.parametrize("limit", [{"total_gbps": 1.0}, {"delay_ms": 40.0}])  # 40 ms: TCP windows limit the rate
+def test_the_searchs_rates_are_those_of_the_cost_model(limit: dict[str, float]) -> None:
+    site = with_links(FabricLink(("a", "b"), **limit))
     options = PlanOptions(tp=2, sequence_parallel=False)
     available = [AvailablePool(f, 2, 8, is_fixed=False) for f in site.pools]
     costs = PoolCosts(Problem(MODEL, BATCH, site, options, Costs()), 1, 2, available)
     layout = Layout.of(pipeline(site, sequence_parallel=False), Costs())
     assert costs.transfers_s(8)[1][0, 1] == pytest.approx(transfers_s(layout, 0)[0][0])
-    assert costs.ring_s((0, 1), 16) == pytest.approx(2 * costs.ring_s((0, 1), 8))
+    ratio = 2 if "total_gbps" in limit else 1
+    assert costs.ring_s((0, 1), 16) == pytest.approx(ratio * costs.ring_s((0, 1), 8))
 
 
-def test_estimates_of_the_search_count_a_shared_line() -> None:
+def test_estimates_of_the_search_count_a_shared_line_and_delays() -> None:
     # each fabric gives both of its nodes to one stage, or to one optimizer instance
     def estimates(link: FabricLink) -> tuple[float, float]:
         options = PlanOptions(tp=2, nodes={"a": 2, "b": 2})
@@ -182,7 +184,10 @@ def test_estimates_of_the_search_count_a_shared_line() -> None:
         placements = hierarchies(estimator.costs_by_tp[2], 16, Limit(2, margin=2.0))
         return estimator.estimates([((0, 2, 2), (1, 2, 2))])[0], min(p.estimate_s for p in placements)
 
-    shared, each, none = (
-        estimates(FabricLink(("a", "b"), **rates)) for rates in ({"total_gbps": 0.2}, {"gbps": 0.1}, {"delay_ms": 1e-9})
+    shared, each, far, none = (
+        estimates(FabricLink(("a", "b"), **limit))
+        for limit in ({"total_gbps": 0.2}, {"gbps": 0.1}, {"delay_ms": 40.0}, {"delay_ms": 1e-9})
     )
     assert shared == pytest.approx(each) and all(s > 1.02 * n for s, n in zip(shared, none, strict=True))
+    micro_batches, replicas = BATCH.micro_batches(1), 8  # a replica sends one message after the other
+    assert far[0] > none[0] + 0.04 * micro_batches / replicas

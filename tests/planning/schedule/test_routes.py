@@ -41,6 +41,22 @@ def test_too_little_in_flight_is_refused() -> None:
 
 
 @settings(max_examples=40)
+@given(REPLICAS, st.integers(5, 30), st.floats(0.2, 2.0))
+def test_a_simulation_ends_early_only_if_the_step_is_too_long(
+    replicas: tuple[int, ...], count: int, share: float
+) -> None:
+    order, stages = round_robin(replicas, count), len(replicas)
+    edges = [(0.5, 0.1)] * (stages - 1)
+    durations = RowDurations(
+        *([1.0] * stages, [2.0] * stages, [0.3] * stages, [0.0] * stages, edges, edges), range(order.rows), [0] * stages
+    )
+    ends = row_end_times(order, durations)
+    assert row_end_times(order, durations, max_s=1.001 * max(ends)) == ends
+    assert row_end_times(order, durations, max_s=share * max(ends)) in ([inf] * order.rows, ends)
+    assert row_end_times(order, durations, max_s=2.9) == [inf] * order.rows  # a micro-batch takes 3 s
+
+
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(2, 9), st.integers(0, 3))
 def test_equal_stages_launch_the_same_as_a_grid(dp: int, stages: int, each: int, extra: int) -> None:
     depth = tuple((1 + extra) * (stages - s) for s in range(stages))

@@ -22,7 +22,7 @@ from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
 from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import Problem, available_pools
 from holmes_hpc.planning.search.space import Space
-from holmes_hpc.planning.search.stage_lists import neighbours, other_pools
+from holmes_hpc.planning.search.stage_lists import neighbours, other_pools, taking_turns
 from holmes_hpc.planning.search.stage_shapes import _ShapeEstimator, best_shapes
 
 pytestmark = pytest.mark.integration
@@ -125,6 +125,10 @@ def test_of_shapes_that_keep_a_nic_equally_busy_the_faster_one_comes_first() -> 
     estimator = _ShapeEstimator(problem, available_pools(site, PlanOptions()), 1, "none", inf)
     slow, fast = (estimator.estimates([((0, 1, 1),) * stages])[0] for stages in (3, 6))
     assert slow * 0.99 < fast < slow
+
+
+def test_numbers_of_stages_take_turns() -> None:
+    assert taking_turns(["a", "b", "cc", "d", "ee", "fff"], len) == ["a", "cc", "fff", "b", "ee", "d"]
 
 
 def test_neighbours_differ_by_a_node_a_tp_or_a_pool() -> None:

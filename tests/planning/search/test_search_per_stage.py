@@ -87,9 +87,9 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
     searched: list[list[str]] = []
     search = per_stage._search
 
-    def noted(problem: Any, *arguments: Any) -> Any:
-        searched.append([pool.name for pool in problem.site.pools])
-        return search(problem, *arguments)
+    def noted(problem: Any, *arguments: Any, by_turns: bool = False) -> Any:
+        searched.append([pool.name for pool in problem.site.pools] + ["by turns"] * by_turns)
+        return search(problem, *arguments, by_turns)
 
     monkeypatch.setattr(per_stage, "_search", noted)
     for name, passes in {"SHAPES": 2_000, "NEIGHBOURS": 0, "REFINEMENT": 0, "PER_VARIANT": 0}.items():
@@ -98,7 +98,9 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
     site = replace(UNEVEN, pools=(*UNEVEN.pools, far))
     best_plan(SMALL, Batch(60, 1, 1024), site, PlanOptions(), Costs())
     best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
-    assert searched == [["ib-a", "roce-a", "far"], ["ib-a", "roce-a"], ["roce-a"], ["ib-a", "roce-a"], ["roce-a"]]
+    both, turns = ["ib-a", "roce-a"], "by turns"
+    with_far = [[*both, "far"], [*both, "far", turns], both, ["roce-a"]]
+    assert searched == [*with_far, both, [*both, turns], ["roce-a"]]
 
 
 def test_shapes_that_need_full_recomputation_are_found() -> None:
