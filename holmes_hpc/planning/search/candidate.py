@@ -38,6 +38,7 @@ MIN_GAIN = 0.003  # eager 1F1B and virtual stages must each shorten the step by 
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer, in addition to those that hide it
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # numbers of backward passes to try by which weight passes lag behind
 MIN_LAG_GAIN = 1e-3  # after a round of changes to weight passes that gains at least this share, another one follows
+MAX_FIXED_STAGES = 4  # up to this many stages, weight passes are also chosen for each of several splits of the layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,8 +290,15 @@ class Evaluator:
         improved = [self._refine_layers_and_depth(c) for c in simulated[:2]]  # this can change which of the two wins
         if has_weight_passes := schedule_kind(layout.schedule.kind).splits:
             balanced = self._candidate(placement, *settings) if self._may_choose_layers else None
-            improved += sorted(self._deferring(balanced), key=lambda c: c.seconds)[:1] if balanced else []
+            deferring = sorted(self._deferring(balanced), key=lambda c: c.seconds) if balanced else []
+            improved += deferring[:1]
+            splits = {tuple(c.layers[0, :, 0].tolist()) for c in (*deferring, *improved)}
             improved = list(map(self._with_weight_passes, improved))
+            for split in sorted(splits) if balanced and p.pp <= MAX_FIXED_STAGES else ():
+                options = replace(self.options, layers_per_stage=split)  # a better schedule may need this split
+                fixed = Evaluator(self.problem._replace(options=options))
+                candidates = filter(None, [fixed._candidate(placement, *settings)])
+                improved += [fixed.refine(c, max_orders) for c in candidates]
         best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))  # the first of equally fast ones
         if has_weight_passes:  # the buckets are chosen already
             return best
