@@ -7,7 +7,7 @@ then change one at a time, as long as the simulated step gets shorter.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, permutations
+from itertools import groupby, permutations, product
 from math import ceil
 from typing import Any
 
@@ -109,9 +109,10 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    A site of up to MANY_GPUS is searched again, with numbers of stages taking turns. If good variants use only some of
-    its fabrics, these are searched, too: the number of passes to simulate is limited, so a search on fewer fabrics
-    tries more shapes. The list is empty if no shape that fits in memory promises a step below `max_s` seconds."""
+    A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. If good variants
+    use only some of its fabrics, so are these: the number of passes to simulate is limited, so a search on fewer
+    fabrics tries more shapes. The list is empty if no shape that fits in memory promises a step below `max_s`
+    seconds."""
     memo, site = Memo(), problem.site
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
     neighbours = NEIGHBOURS * (1 if is_large else MORE_NEIGHBOURS)
@@ -121,11 +122,13 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     limit_s = SEARCHED_AGAIN * min((v.seconds for v in found), default=max_s)
     near = (v.layout for v in sorted(found, key=lambda v: v.seconds) if v.seconds < limit_s)
     fabrics = dict.fromkeys(frozenset(layout.pool(c).fabric_name for c in layout.components) for layout in near)
-    for used in [*fabrics][:MAX_SEARCHED_AGAIN] if not (problem.options.nodes or is_large) else ():
+    again = [*fabrics][:MAX_SEARCHED_AGAIN] if not (problem.options.nodes or is_large) else ()
+    for used, by_turns in product(again, (False, True)):
         pools = [pool for pool in site.pools if pool.fabric_name in used]
         if len(pools) < len(site.pools) and not clock.is_over():
             on_used = problem._replace(site=site.restricted_to(pools))
-            found += _search(on_used, clock, min(max_s, min(v.seconds for v in found)), memo, neighbours)
+            limit_s = max_s if by_turns else min(max_s, min(v.seconds for v in found))
+            found += _search(on_used, clock, limit_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
     return _refine_all(found, problem.options, clock)
 

@@ -98,9 +98,9 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
     site = replace(UNEVEN, pools=(*UNEVEN.pools, far))
     best_plan(SMALL, Batch(60, 1, 1024), site, PlanOptions(), Costs())
     best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
-    both, turns = ["ib-a", "roce-a"], "by turns"
-    with_far = [[*both, "far"], [*both, "far", turns], both, ["roce-a"]]
-    assert searched == [*with_far, both, [*both, turns], ["roce-a"]]
+    sites = (["ib-a", "roce-a", "far"], ["ib-a", "roce-a"], ["roce-a"])
+    twice = [[*pools, *turns] for pools in sites for turns in ([], ["by turns"])]
+    assert searched == [*twice, *twice[2:]]
 
 
 def test_shapes_that_need_full_recomputation_are_found() -> None:
