@@ -102,7 +102,10 @@ def write_files(testbed: Testbed) -> None:
     paths.hosts.write_text(testbed.wiring.hosts(), encoding="utf-8")
     accounting = slurmconf.slurmdbd_conf(paths, testbed.wiring, testbed.ports, testbed.password, testbed.auth)
     write_private(paths.etc / "slurmdbd.conf", accounting.encode())
-    write_private(paths.etc / "database.sql", slurmconf.database_sql(testbed.password).encode())
+    # MariaDB runs this SQL at each start: it creates Slurm's user and grants its rights.
+    user = f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{testbed.password}';\n"
+    sql = f"{user}GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n"
+    write_private(paths.etc / "database.sql", sql.encode())
     key, mode = (paths.munge_key, 0o400) if testbed.auth == slurmconf.MUNGE else (paths.slurm_key, 0o600)
     if not key.exists():
         write_private(key, secrets.token_bytes(128), mode)

@@ -75,11 +75,3 @@ def slurmdbd_conf(paths: Paths, wiring: Wiring, ports: dict[str, int], password:
     settings = SLURM_CONF["slurmdbd"] | ({"AuthInfo": "socket={paths.munge_socket}"} if auth == MUNGE else {})
     values = {"ports": ports, "host": host_name(), "gateway": wiring.gateway, "password": password, "auth": auth}
     return "\n".join(_lines(settings, paths=paths, **values)) + "\n"
-
-
-def database_sql(password: str) -> str:
-    """Return the SQL that MariaDB runs at each start: it creates Slurm's user and grants its rights."""
-    return (
-        f"CREATE USER IF NOT EXISTS slurm@'127.0.0.1' IDENTIFIED BY '{password}';\n"
-        "GRANT ALL ON slurm_acct_db.* TO slurm@'127.0.0.1';\n"
-    )
