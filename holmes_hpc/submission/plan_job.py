@@ -103,10 +103,11 @@ def plan_components(plan: Plan, settings: SlurmSettings) -> tuple[ComponentReque
             values = {**{k: v for k, v in share.items() if k.partition("_per_")[0] not in specified}, **values}
         if pool_settings.container is not None and pool_settings.python is None:  # the image's Python, or this one
             values["python"] = "python3" if pool_settings.container else shlex.quote(sys.executable)
+        hosts = (pool.exclude, values.get("exclude"), values["additional"].pop("exclude", None))
         values |= {
             "partition": part.partition or None,
             "constraint": part.constraint or None,
-            "exclude": _joined_hosts(pool.exclude, values.get("exclude"), values["additional"].pop("exclude", None)),
+            "exclude": ",".join(h if isinstance(h, str) else ",".join(h) for h in hosts if h) or None,
             "nodes": part.nodes,
             "tasks_per_node": part.gpus_per_node,
             "gpus_per_node": gpus,
@@ -128,11 +129,6 @@ def agent_components(parts: Sequence[ComponentRequest], spares: int) -> tuple[Co
         )
         for part in parts
     )
-
-
-def _joined_hosts(*host_lists: str | Sequence[str] | None) -> str | None:
-    """Return all `host_lists` joined into one host list; None if all are empty."""
-    return ",".join(text if isinstance(text, str) else ",".join(text) for text in host_lists if text) or None
 
 
 class PlanExecutor(SlurmHetExecutor):
