@@ -24,11 +24,6 @@ def _exists(name: str) -> bool:
     return Path(name).exists() if name.startswith("/") else is_installed(name)
 
 
-def _choose_package(choices: Sequence[str]) -> str:
-    *preferred, fallback = choices
-    return next((name for name in preferred if succeeds(["apt-cache", "show", name])), fallback)
-
-
 def install(programs: Mapping[str, Sequence[str]], progress: Show) -> None:
     """Install the `programs` that are missing; `down` does not remove them. `programs`: {program or file: packages}.
     `progress`: called with a line about each activity. Raise TestbedError if apt-get is missing or fails."""
@@ -40,7 +35,8 @@ def install(programs: Mapping[str, Sequence[str]], progress: Show) -> None:
         raise TestbedError(f"missing programs: {', '.join(missing)}", where="testbed", hint=hint)
 
     def install_missing() -> tuple[str, str | None]:
-        names = sorted({_choose_package(programs[program]) for program in missing})
+        choices = [programs[program] for program in missing]  # the last one is the fallback
+        names = sorted({next((n for n in c[:-1] if succeeds(["apt-cache", "show", n])), c[-1]) for c in choices})
         progress(f"installing {', '.join(names)}")
         return ", ".join(names), _apt(["install", "--no-install-recommends", *names], progress)
 
