@@ -165,17 +165,12 @@ def cancel(run: Run, json: Json = False) -> None:
         nothing_saved = "no checkpoint" if record.metrics_bytes() else "no step and no checkpoint"
         saved = f"its last checkpoint is of step {checkpoints[0].step}" if checkpoints else f"it has {nothing_saved}"
         if not is_local_run:
-            condition = f"if Slurm's KillWait{_kill_wait()} is long enough for both"
+            kill_wait = ""  # the time between SIGTERM and SIGKILL, such as "30 sec"
+            with contextlib.suppress(HolmesError):
+                kill_wait = scontrol.read_config().get("KillWait")
+            condition = f"if Slurm's KillWait{f' ({kill_wait} here)' if kill_wait else ''} is long enough for both"
             saved = f"so far {saved}; its ranks finish a step or two and save, {condition}"
         console.note(saved)
-
-
-def _kill_wait() -> str:
-    """Return ``" (30 sec here)"`` for Slurm's KillWait, the time between SIGTERM and SIGKILL; "" if it is unknown."""
-    with contextlib.suppress(HolmesError):
-        if kill_wait := scontrol.read_config().get("KillWait"):
-            return f" ({kill_wait} here)"
-    return ""
 
 
 @group.command("status")
