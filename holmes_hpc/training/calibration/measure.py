@@ -245,7 +245,11 @@ def _write_calibration(
     for sample in samples:
         times = f"{sample.seconds:.6f} s, fit {networks.fitted_s(sample, fitted):.6f} s"
         log_line(f"{' - '.join(sample.pools)}, {sample.link}: {sample.description}: {times}")
-    _warn_of_other_gpus(calibration, plan)
+    for pool in calibration.fabrics:
+        by_device = replace(pool, gpu="", fabric="")  # so that has_gpu compares only the device's name
+        if not by_device.has_gpu(plan.site.pool(pool.fabric).gpu):
+            gpus = f"the site has GPU {pool.gpu}, but the device is {pool.device}"
+            log_line(f"{pool.fabric}: {gpus}: correct the site")
     write_whole(Path(run.path, FILE), yaml.safe_dump(calibration.to_dict(), sort_keys=False))
     software = Software(**Software.facts_of(train, plan.transport_mode))
     predicted = predict(plan, Costs(calibration, train.pace_layer_ms, software=software)).step_time_s
@@ -253,12 +257,3 @@ def _write_calibration(
     run.update_run(calibration={"step_time_s": measured, "predicted_step_time_s": predicted, "made": time.time()})
     log_line(f"step time: measured {measured:.4f} s, predicted from the measured parts {predicted:.4f} s")
     return calibration.to_dict()
-
-
-def _warn_of_other_gpus(calibration: Calibration, plan: Plan) -> None:
-    """Log each pool whose measured device is not the GPU that the site file gives for it."""
-    for measured in calibration.fabrics:
-        by_device = replace(measured, gpu="", fabric="")  # so that has_gpu compares only the device's name
-        if not by_device.has_gpu(plan.site.pool(measured.fabric).gpu):
-            gpus = f"the site has GPU {measured.gpu}, but the device is {measured.device}"
-            log_line(f"{measured.fabric}: {gpus}: correct the site")
