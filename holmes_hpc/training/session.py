@@ -85,7 +85,8 @@ class Session:
                 self.store.wait(["all left"], timedelta(seconds=10))
             except RuntimeError:
                 log_line("some ranks did not leave the session within 10 s")
-            rendezvous.unpublish(self.run.path, self.launch)
+            with contextlib.suppress(OSError):
+                rendezvous.published_path(self.run.path, self.launch).unlink()
         if self.run_lock is not None:
             os.close(self.run_lock)
 

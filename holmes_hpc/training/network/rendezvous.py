@@ -220,12 +220,6 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
         raise NetworkError(problem, where=f"rank {launch.rank} on {launch.node}", hint=hint) from e
 
 
-def unpublish(run_dir: Path, launch: Launch) -> None:
-    """Remove the published file. Called by rank 0 at the end."""
-    with contextlib.suppress(OSError):
-        published_path(run_dir, launch).unlink()
-
-
 def _reason(error: BaseException) -> str:
     reasons: dict[type[BaseException], str] = {
         TimeoutError: "no answer",
