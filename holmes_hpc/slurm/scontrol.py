@@ -117,11 +117,6 @@ class Config:
         match = re.match(r"(\d+)\.(\d+)", self.get("SLURM_VERSION"))
         return (int(match[1]), int(match[2])) if match else None
 
-    @property
-    def limits_enforced(self) -> bool:
-        """True if limits of associations and QOS are enforced."""
-        return not {"limits", "safe", "all"}.isdisjoint(self.options("AccountingStorageEnforce"))
-
     def hetjob_obstacles(self) -> Iterator[tuple[str, str]]:
         """Yield (problem, fix) for each setting of the scheduler that prevents heterogeneous jobs."""
         scheduler = self.get("SchedulerType")

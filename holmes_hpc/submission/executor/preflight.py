@@ -79,7 +79,8 @@ def check_components(requests: Sequence[ComponentRequest], *, timeout_min: objec
     if len(requests) > 1:
         check_fit(requests, _site_fact(read_nodes) or [])
         config = _site_fact(read_config)
-        if config is not None and config.limits_enforced:
+        enforced = () if config is None else config.options("AccountingStorageEnforce")
+        if not {"limits", "safe", "all"}.isdisjoint(enforced):
             qos = _site_fact(read_qos) or Qos({})
             if error := qos_error(requests, partitions, qos):
                 raise SubmissionError(error, where="job", hint="use another QOS, or fewer components")
