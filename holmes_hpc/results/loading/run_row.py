@@ -116,19 +116,15 @@ def _configuration(record: dict[str, Any]) -> dict[str, Any]:
     train, plan = mapping(config.get("train")), mapping(config.get("plan"))
     pace = record.get("pace_layer_ms", train.get("pace_layer_ms"))
     overlap = [train.get("overlap_grad_reduce"), train.get("overlap_param_gather")]
+    groups = {group: keys if isinstance(keys, dict) else {"": keys} for group, keys in config.items()}
+    dotted = {f"{group}.{key}".rstrip("."): value for group, keys in groups.items() for key, value in keys.items()}
     return {
         "pace_layer_ms": number(pace),
         "overrides": [str(o) for o in record["overrides"] or []],
-        "config": to_json(_two_levels(config)),
+        "config": to_json(dotted),
         "partition": text(plan.get("partition")),
         "overlap": None if None in overlap else all(overlap),
     }
-
-
-def _two_levels(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration with dotted keys: {"name": …, "train": {"lr": …}} becomes {"name": …, "train.lr": …}."""
-    groups = {group: keys if isinstance(keys, dict) else {"": keys} for group, keys in config.items()}
-    return {f"{group}.{key}".rstrip("."): value for group, keys in groups.items() for key, value in keys.items()}
 
 
 def _goodput(record: dict[str, Any], steps: Steps) -> float:
