@@ -179,7 +179,9 @@ def remove_run(run: RunDirectory) -> None:
         raise RecordError("it belongs to another user", where=str(run.path), hint="only its owner can remove it")
     with hold_lock(run.path / LOCK, LockOwner.current("`holmes rm`")) as handle:
         refuse_unless_ended(run, run_status(run).state)
-        checkpoints, linked_by_this_run = run.checkpoints.resolve(), _is_original(run)
+        checkpoints, config = run.checkpoints.resolve(), run.read_run()["config"]
+        recorded_path = str(config.get("run_dir") or run.path) if isinstance(config, dict) else "\0"
+        is_original = "\0" not in recorded_path and os.path.realpath(recorded_path) == os.path.realpath(run.path)
         path = run.path.resolve()
         removed = path.with_name(f".{path.name}.removed-{os.getpid()}")
         path.rename(removed)  # first, so that nobody resumes a part of the run, and no new run in its place is removed
@@ -191,20 +193,13 @@ def remove_run(run: RunDirectory) -> None:
         shutil.rmtree(removed)
         if checkpoints.name != path.name or not checkpoints.is_dir():  # no folder of this run in train.checkpoint_dir
             return
-        if not linked_by_this_run:
+        if not is_original:
             console.note(f"kept: {checkpoints}, because the removed directory was a copy, or was moved")
             return
         for checkpoint in checkpoints.glob("*step-*"):  # no other files: the link may lead to any folder
             shutil.rmtree(checkpoint, ignore_errors=True)
         with contextlib.suppress(OSError):  # it has other files
             checkpoints.rmdir()
-
-
-def _is_original(run: RunDirectory) -> bool:
-    """Return whether the run was recorded in this directory; False if it is a copy, or was moved."""
-    config = run.read_run()["config"]
-    recorded_path = str(config.get("run_dir") or run.path) if isinstance(config, dict) else "\0"
-    return "\0" not in recorded_path and os.path.realpath(recorded_path) == os.path.realpath(run.path)
 
 
 def prepare_continuation(
