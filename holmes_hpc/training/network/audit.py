@@ -74,8 +74,13 @@ def audit_bytes(
         if surplus.get("other", 0.0) < 0.5 * min(missing.values(), default=math.inf):
             surplus.pop("other", None)
         nics = {kind: names.get(node, {}).get(kind, kind) for kind in excess}
+        own = own_bytes.get(node, {})
         for kind, extra in surplus.items():
-            run_bytes = _run_bytes(kind, sent, own_bytes.get(node, {}))
+            # The most bytes that this run's own connections can have sent over the NIC: those from its address, and
+            # those from another NIC's address that the other NIC did not send. A route may lead over another NIC than
+            # the one with the source address.
+            rerouted = sum(max(0.0, own[k] - sent.get(k, 0.0)) for k in own if k != kind)
+            run_bytes = own.get(kind, 0.0) + rerouted
             is_other_traffic = run_bytes > 0 and sent[kind] - run_bytes > extra / 2
             group = None if is_other_traffic else _misplaced_group(node, extra, missing, loads)
             if group is not None:
@@ -103,15 +108,6 @@ def audit_bytes(
             problem = f"{kind} NIC {nics[kind]} sent {shortfall / 1e6:.1f} MB per step less than the plan expects"
             findings.append(Finding("warning", f"node {node}", problem, hint, node, nics[kind]))
     return findings
-
-
-def _run_bytes(kind: str, counted: Mapping[str, float], own_bytes: Mapping[str, float]) -> float:
-    """Return the most bytes that this run's own connections can have sent over the NIC of `kind`.
-
-    These are the bytes from this NIC's address, and the bytes from another NIC's address that the other NIC did not
-    send. The latter count because a route may lead over another NIC than the one with the source address."""
-    rerouted = sum(max(0.0, sent - counted.get(k, 0.0)) for k, sent in own_bytes.items() if k != kind)
-    return own_bytes.get(kind, 0.0) + rerouted
 
 
 def _misplaced_group(node: str, extra: float, missing: Mapping[str, float], loads: Iterable[Load]) -> Load | None:
