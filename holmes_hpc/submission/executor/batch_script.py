@@ -204,14 +204,6 @@ def _exit_record_lines(record: str | None, status: str, signal: str = "-", inden
     return [f"{indent}printf '%s %s %s\\n' {status} \"$(date +%s)\" {signal} > {record}"] if record else []
 
 
-def _requeue_limit_lines(max_requeues: int, record: str | None) -> list[str]:
-    """Return the shell lines that end a job if Slurm requeued it more than `max_requeues` times; no lines for 0."""
-    condition = f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {max_requeues} ]; then'
-    reason = f"requeued $SLURM_RESTART_COUNT times, max_requeues is {max_requeues}"
-    lines = [condition, f'  echo "holmes: not started: {reason}" >&2', *_exit_record_lines(record, "1", indent="  ")]
-    return [*lines, "  exit 1", "fi"] if max_requeues else []
-
-
 def script_text(
     job: JobRequest,
     command: str | Sequence[str],
@@ -234,6 +226,9 @@ def script_text(
     errors = job.quote(job.step_errors) if job.step_errors else ""
     step += f" 2> {errors}" if errors else ""
     step = f"({step} & exec {coordinator} $!)" if coordinator else step
+    condition = f'if [ "${{SLURM_RESTART_COUNT:-0}}" -gt {job.max_requeues} ]; then'
+    reason = f"requeued $SLURM_RESTART_COUNT times, max_requeues is {job.max_requeues}"
+    limit = [condition, f'  echo "holmes: not started: {reason}" >&2', *_exit_record_lines(record, "1", indent="  ")]
     unset_names = " \\\n  ".join(textwrap.wrap(" ".join(TABLE["first_component_variables"]), 100))
     release = shlex.join([sys.executable, *module_arguments("holmes_hpc.submission.executor.throttle")])
     unset = ["# These describe component 0 only; srun would apply them to all components.", f"unset {unset_names}"]
@@ -242,7 +237,7 @@ def script_text(
         *(f"export {key}={job.quote(value)}" for key, value in job.environment),
         *(["mkdir -p -- " + " ".join(map(job.quote, job.directories))] if job.directories else []),
         *([f"rm -f -- {record}"] if record else []),
-        *_requeue_limit_lines(job.max_requeues, record),
+        *([*limit, "  exit 1", "fi"] if job.max_requeues else []),
         *([mark] if mark else []),
         *(["# setup", *job.setup] if job.setup else []),
         *begin,
