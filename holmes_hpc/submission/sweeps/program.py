@@ -85,13 +85,9 @@ def _read_program(path: str, package: str) -> Program:
         if path.endswith(".py"):
             for name in dict.fromkeys(_imports(text, package)):
                 pending += _sources(name)
-    return Program(files, _package_versions())
-
-
-def _package_versions() -> tuple[str, ...]:
     folders = [Path(folder) for folder in sys.path if folder]
     versions = {p.stem for folder in folders for suffix in ("dist", "egg") for p in folder.glob(f"*.{suffix}-info")}
-    return (f"Python-{sys.version.split()[0]}", *sorted(versions))
+    return Program(files, (f"Python-{sys.version.split()[0]}", *sorted(versions)))
 
 
 def _imports(text: bytes, package: str) -> Iterator[str]:
