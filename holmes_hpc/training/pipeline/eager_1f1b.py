@@ -95,7 +95,9 @@ def run_eager_1f1b(
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator
     stage, stages = edges.pp_group.rank(), edges.pp_group.size()
-    _refuse_one_queue(edges.device)
+    is_serial = edges.device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    problem = "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing"
+    ConfigError.refuse("environment", (is_serial, problem, "unset it, or use plan.schedule=1f1b"))
     order = order if order.routes else replace(order, micro_batches=num_microbatches)
     micro_batches, losses = order.micro_batches_of(edges.row), list[Any]()
     reduction = GradientReduction(config)
@@ -142,13 +144,6 @@ def run_eager_1f1b(
             token_count = tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(models, token_count, pg_collection=pg_collection, force_all_reduce=False)
     return losses
-
-
-def _refuse_one_queue(device: torch.device) -> None:
-    """Raise ConfigError if a GPU has one hardware queue, in which a waiting send blocks all computing."""
-    is_serial = device.type == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    problem = "with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send blocks all computing"
-    ConfigError.refuse("environment", (is_serial, problem, "unset it, or use plan.schedule=1f1b"))
 
 
 def _run_passes(
