@@ -204,7 +204,9 @@ def allowed(declared: Key, value: Any = None) -> str:
 
 def _type_text(member: Any, spec: KeySpec) -> str:
     """Return one of a key's types as text, with the key's range: `a list of whole numbers from 1`."""
-    kind, limits = _kind(member), _range_text(spec)
+    low = f" above {spec.gt:g}" if spec.gt is not None else f" from {spec.ge:g}" if spec.ge is not None else ""
+    high = f" below {spec.lt:.10g}" if spec.lt is not None else f" up to {spec.le:.10g}" if spec.le is not None else ""
+    kind, limits = _kind(member), low + ("," if low and high else "") + high
     if kind in (int, float):
         return ("a whole number" if kind is int else "a number") + limits
     arguments = [t for argument in get_args(member) if argument is not Ellipsis for t in _members(argument)]
@@ -213,13 +215,6 @@ def _type_text(member: Any, spec: KeySpec) -> str:
     elements = " or ".join(plurals.get(t, "values") for t in element_types)
     texts = {bool: "true or false", str: "text", tuple: f"a list of {elements}"}
     return texts.get(kind, f"keys with {elements or 'values'}")
-
-
-def _range_text(spec: KeySpec) -> str:
-    """Return a range as text, with a space in front; empty without bounds."""
-    low = f" above {spec.gt:g}" if spec.gt is not None else f" from {spec.ge:g}" if spec.ge is not None else ""
-    high = f" below {spec.lt:.10g}" if spec.lt is not None else f" up to {spec.le:.10g}" if spec.le is not None else ""
-    return low + ("," if low and high else "") + high
 
 
 def _fits(value: Any, cls: Any, name: str) -> bool:
