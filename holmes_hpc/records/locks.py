@@ -120,7 +120,10 @@ def take_lock(
             problem = f"the run directory is in use by {other_owner or 'another process'}"
             hint = "wait until that process ends, `holmes cancel` the run, or end the process"
             raise RecordError(problem, where=str(path.parent), hint=hint)
-        _remove_lock(path, other_owner)
+        with locked(path.with_name(".lock")):  # the lock that protects the run's records
+            if _read_owner(path) == other_owner:  # otherwise the file already names a new owner
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
 
 
 def _try_lock(path: Path, owner: LockOwner) -> int | None:
@@ -145,14 +148,6 @@ def _try_lock(path: Path, owner: LockOwner) -> int | None:
     finally:
         if not is_held:
             os.close(handle)
-
-
-def _remove_lock(path: Path, ended_owner: LockOwner) -> None:
-    """Remove the lock file of an owner that has ended, unless the file already names a new owner."""
-    with locked(path.with_name(".lock")):  # the lock that protects the run's records
-        if _read_owner(path) == ended_owner:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
 
 
 def _lock_open_file(handle: int) -> bool:
