@@ -152,7 +152,11 @@ def _with_defaults(entry: Any, kind: str, position: int, defaults: Mapping[str, 
     if not isinstance(entry, Mapping):
         return f"{kind} {position}", entry
     where = f"{kind} {entry['name'] if isinstance(entry.get('name'), str) else position}"
-    _refuse_synonym(entry.get("nic"), where)
+    nic = entry.get("nic")
+    if isinstance(nic, str) and nic not in tuple(NicType):  # perhaps another name of one, such as a node feature
+        meaning = read_vocabulary().meaning(nic)
+        if meaning is not None and meaning.nic is not None:
+            raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
     values = {**defaults, **_with_figures(entry, where)}
     names = values.get("node_names")
     if isinstance(names, list) and all(isinstance(name, str) for name in names):  # host lists: ib[1-4]
@@ -197,14 +201,6 @@ def _known_kind(name: str) -> Gpu | None:
         return kind
     size = re.search(r"[-_ ](\d{2,3})(?:g|b|gi?b)?$", name, re.IGNORECASE)
     return kind if size is None or int(size[1]) == kind.memory_gib else None
-
-
-def _refuse_synonym(nic: Any, where: str) -> None:
-    """Raise SiteError if `nic` is another name of a NIC type, such as a node feature. The hint names the type."""
-    if isinstance(nic, str) and nic not in tuple(NicType):
-        meaning = read_vocabulary().meaning(nic)
-        if meaning is not None and meaning.nic is not None:
-            raise SiteError(f"nic is {nic!r}", where=where, hint=f"did you mean {str(meaning.nic)!r}?")
 
 
 def _refuse_implausible(part: Pool | Gpu | FabricLink, where: str) -> None:
