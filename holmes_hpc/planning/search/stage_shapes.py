@@ -318,8 +318,7 @@ class _ShapeEstimator:
         """Return the estimated seconds of a step for each list of stages; infinite if the layers do not fit, or if they
         exceed `max_s`. An estimate is the least step time in which each stage can compute its layers between the
         arrival of its first micro-batch and the time at which its last gradients must leave, or the time of all
-        transfers of one node if that is longer. If a stage has more replicas than a stage above it, it waits until that
-        stage has computed a micro-batch for each of its replicas."""
+        transfers of one node if that is longer. A stage with more replicas than a stage above it waits for them all."""
         seconds = dict.fromkeys(lists, inf)
         costs = ((stages, self._costs(stages)) for stages in seconds)
         for _, same_length in grouped((len(stages), (stages, *c)) for stages, c in costs if c is not None):
@@ -388,15 +387,14 @@ class _ShapeEstimator:
 
     def _edge(self, source: int, target: int) -> tuple[Transport, float]:
         """Return (the transport between two pools, the seconds until data arrives)."""
-        sender, receiver = self.available[source].pool, self.available[target].pool
-        transport = self._transport_rule.of({sender.name, receiver.name}, one_node=False)
-        return transport, latency_s(self._transport_rule, self.cost_model, sender, receiver)
+        pools, rule = [self.available[f].pool for f in (source, target)], self._transport_rule
+        return rule.of({p.name for p in pools}, one_node=False), latency_s(rule, self.cost_model, *pools)
 
     def _transfer_s(self, source: int, target: int, nodes: int) -> float:
         """Return the seconds in which one node of pool `source` would send all activations of a step to pool `target`.
         `nodes`: number of nodes of the sending stage, which all send at the same time."""
         sender, receiver = self.available[source].pool, self.available[target].pool
-        connections = self.options.edge_connections
-        gbps = payload_gbps(self._transport_rule, self.cost_model, sender, receiver, nodes, connections)
+        rule, connections = self._transport_rule, self.options.edge_connections
+        gbps = payload_gbps(rule, self.cost_model, sender, receiver, nodes, connections)
         element_bytes = self.cost_model.weight_bytes(sender.gpu)
         return self.batch.tokens * self.model.hidden * element_bytes * 8e-9 / gbps
