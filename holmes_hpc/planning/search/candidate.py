@@ -38,7 +38,7 @@ MIN_GAIN = 0.003  # eager 1F1B and virtual stages must each shorten the step by 
 EXTRA_DEPTHS = (1, 2, 4, 8)  # passes in flight to try at every transfer, in addition to those that hide it
 LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 32)  # numbers of backward passes to try by which weight passes lag behind
 MIN_LAG_GAIN = 1e-3  # after a round of changes to weight passes that gains at least this share, another one follows
-MAX_FIXED_STAGES = 4  # up to this many stages, weight passes are also chosen for each of several splits of the layers
+FEW_STAGES = 4  # up to this many, weight passes are chosen stage by stage, and for several splits of the layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,7 +294,7 @@ class Evaluator:
             improved += deferring[:1]
             splits = {tuple(c.layers[0, :, 0].tolist()) for c in (*deferring, *improved)}
             improved = list(map(self._with_weight_passes, improved))
-            for split in sorted(splits) if balanced and p.pp <= MAX_FIXED_STAGES else ():
+            for split in sorted(splits) if balanced and p.pp <= FEW_STAGES else ():
                 options = replace(self.options, layers_per_stage=split)  # a better schedule may need this split
                 fixed = Evaluator(self.problem._replace(options=options))
                 candidates = filter(None, [fixed._candidate(placement, *settings)])
@@ -321,15 +321,17 @@ class Evaluator:
 
     def _with_weight_passes(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers, passes in flight, bucket size and weight passes. Each round
-        changes the weight passes of all stages alike, then of one stage at a time."""
+        changes the weight passes of all stages alike, then of one stage (of many: one component) at a time."""
         order, start_s = candidate.layout.order, inf
         sizes, changes = self._bucket_sizes(candidate.layout), _changes(order)
+        stages, parts = range(order.stages), [c.stages for c in candidate.layout.components]
+        parts = [(s,) for s in stages] if order.stages <= FEW_STAGES else parts
         while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
             start_s = candidate.seconds
-            for stage, (lag, final) in product((None, *range(order.stages)), changes):
+            for part, (lag, final) in product((stages, *parts), changes):
                 s = candidate.layout.schedule
-                deferred = tuple(lag if stage in (None, i) else n for i, n in enumerate(s.deferred))
-                last = tuple(final if stage in (None, i) else n for i, n in enumerate(s.final))
+                deferred = tuple(lag if i in part else n for i, n in enumerate(s.deferred))
+                last = tuple(final if i in part else n for i, n in enumerate(s.final))
                 layout = candidate.layout.with_settings(schedule_of(s.kind, s.in_flight, deferred, last))
                 candidate = self._better(candidate, layout)
             for size in sizes:

@@ -52,7 +52,9 @@ def test_memory_with_fused_attention_is_as_predicted(name: str, tmp_path: Path) 
 def test_gpt_3_6b_fits_only_with_fused_attention() -> None:
     """Check its plan on four nodes of H100 and four of A100."""
     site = replace(two_clusters(4), pools=(one_fabric(H100, nodes=4), two_clusters(4).pools[1]))
-    plan = best_plan(named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(recompute="none"), Costs())
+    plan = best_plan(
+        named("gpt_3_6b"), Batch(768, 4, 2048), site, PlanOptions(recompute="none", unequal="false"), Costs()
+    )
     unfused = predict(plan, Costs(software=Software(attention="softmax")))
     assert plan.predicted is not None
     fused_gib, unfused_gib = (max(p.memory_bytes_per_gpu) / 2**30 for p in (plan.predicted, unfused))

@@ -103,8 +103,9 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
     assert searched == [*twice, *twice[2:]]
 
 
-def test_shapes_that_need_full_recomputation_are_found() -> None:
+def test_shapes_that_need_full_recomputation_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it these shapes hold so few passes in flight that they wait; estimates do not know this."""
+    monkeypatch.setattr(per_stage, "MANY_GPUS", 0)  # one search is enough
     plan = best_plan(*planner_regret.draw_problem(45), PlanOptions(), Costs())
     assert plan.predicted is not None and plan.predicted.step_time_s < 31
 
