@@ -135,9 +135,7 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
     node_type = (tree.text(f"{base}/node_type") or "").partition(":")[0].strip()
     pci = tree.pci_path(f"{base}/device")
     physical = tree.target(f"{base}/device/physfn")
-    depths = [sum(takewhile(bool, map(eq, pci, gpu))) for gpu in gpus]  # equal elements of PCI paths from the root on
-    max_depth = max(depths, default=0)
-    nearest = tuple(i for i, depth in enumerate(depths) if depth == max_depth and max_depth > 0)
+    nearest = _nearest_gpus(pci, gpus)
     for port in tree.names(f"{base}/ports"):
         where = f"{base}/ports/{port}"
         if not port.isdecimal():
@@ -157,11 +155,8 @@ def _read_ports(tree: _Tree, device: str, gpus: list[tuple[str, ...]], notes: li
             notes.append(f"{device}:{port} is {kind}: {reason}")
         if not active:
             notes.append(f"{device}:{port} is {state}")
-        if owner is None:  # no GID names an interface: take the one on the device's PCI function
-            names = tree.names(f"{base}/device/net")
-            if not names and pci:
-                names = [name for name in tree.names("class/net") if tree.pci_path(f"class/net/{name}/device") == pci]
-            owner = names[0] if names else None
+        if owner is None:
+            owner = _find_owner(tree, device, pci)
         interface = (tree.target(f"class/net/{owner}/master") if owner else None) or owner  # or its bond
         gbps = float(rate[1]) if rate else None
         yield RdmaPort(device, int(port), kind, active, state, gbps, interface, index, gid, nearest, pci, physical)
@@ -203,6 +198,21 @@ def gid_address(gid: str) -> str | None:
     """Return the IPv4 address of an IPv4-mapped GID (0000:…:ffff:0a00:0001); None for another GID."""
     address = _ipv6(gid)
     return str(address.ipv4_mapped) if address and address.ipv4_mapped else None
+
+
+def _find_owner(tree: _Tree, device: str, pci: tuple[str, ...]) -> str | None:
+    """Return the network interface on the PCI function of an RDMA device, for a port whose GIDs name no interface."""
+    names = tree.names(f"class/infiniband/{device}/device/net")
+    if not names and pci:
+        names = [name for name in tree.names("class/net") if tree.pci_path(f"class/net/{name}/device") == pci]
+    return names[0] if names else None
+
+
+def _nearest_gpus(pci: tuple[str, ...], gpus: list[tuple[str, ...]]) -> tuple[int, ...]:
+    """Return the indices of the GPUs that share the longest PCI path with a NIC; none if no path is shared."""
+    depths = [sum(takewhile(bool, map(eq, pci, gpu))) for gpu in gpus]  # equal elements from the root on
+    max_depth = max(depths, default=0)
+    return tuple(i for i, depth in enumerate(depths) if depth == max_depth and max_depth > 0)
 
 
 def _read_interface(tree: _Tree, name: str, ports: list[RdmaPort], ipv4: Mapping[str, tuple[str, int]]) -> Nic:

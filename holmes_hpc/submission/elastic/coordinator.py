@@ -241,10 +241,7 @@ def coordinate(run: RunDirectory, srun: int, start: int) -> int:
         leave_agents(coordinator, listener)
         return wait_for(srun, state.is_stopping, step_code)
     if code is None or not coordinator.claim(state.start + 1):  # the claim: no agent takes over while the job ends
-        log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
-        leave_agents(coordinator, listener)
-        while state.is_one_job and not state.is_stopping:  # the end of the batch script would end the job
-            time.sleep(INTERVAL_S)
+        stand_aside(coordinator, listener)
         return 1 if member is None else wait_for(srun, state.is_stopping, step_code)
     path.unlink(missing_ok=True)
     if not srun or member is not None:
@@ -273,6 +270,15 @@ def leave_agents(coordinator: Coordinator, listener: Listener) -> None:
     coordinator.is_aside = True
     listener.close()
     coordinator.state.gone.update(coordinator.state.heard_at)
+
+
+def stand_aside(coordinator: Coordinator, listener: Listener) -> None:
+    """Leave the agents to another coordinator. If all nodes are one job, return only when Slurm ends it, because the
+    end of the batch script would end the job."""
+    log_batch_line(f"another coordinator claims start {coordinator.claimed + 1}: this one stands aside")
+    leave_agents(coordinator, listener)
+    while coordinator.state.is_one_job and not coordinator.state.is_stopping:
+        time.sleep(INTERVAL_S)
 
 
 def end_job(run: RunDirectory, code: int, state: State) -> int:

@@ -191,9 +191,7 @@ def build_calibration(
     after warm-up. `all_reduce_s`: seconds of an all-reduce of one number."""
     links, optimizer_s, pools = networks.links_of_pools(fitted), _optimizer_s(plan, steps), []
     for name, pool_ranks in grouped((place.pool, rank) for rank, place in zip(ranks, plan.places, strict=True)):
-        rows = (row for rank in pool_ranks for row in rank["times"])
-        all_s = grouped(((part, (micro, sequence)), seconds) for part, micro, sequence, *seconds in rows)
-        times = {key: (statistics.median(f for f, _ in s), statistics.median(b for _, b in s)) for key, s in all_s}
+        times = _median_times(pool_ranks)
         pass_times_s = [sum(seconds) / 2 for (part, _), seconds in times.items() if part == PASS]
         pass_s = max(0.0, *pass_times_s) if pass_times_s else None
         parts = tuple(_as_part(plan, *part, *seconds) for part, seconds in times.items() if part[0] != PASS)
@@ -204,6 +202,13 @@ def build_calibration(
     made = f"{now()}, plan {plan.id}"
     calibration = Calibration(tuple(pools), (), train.pace_layer_ms, step_s, train.dtype, made)
     return replace(calibration, between=networks.links_between_fabrics(fitted, calibration, plan.site))
+
+
+def _median_times(ranks: Rows) -> Times:
+    """Return the median times of each part over the ranks that have this part."""
+    rows = (row for rank in ranks for row in rank["times"])
+    times = grouped(((name, (micro, sequence)), seconds) for name, micro, sequence, *seconds in rows)
+    return {key: (statistics.median(f for f, _ in s), statistics.median(b for _, b in s)) for key, s in times}
 
 
 def _as_part(plan: Plan, name: str, shape: Shape, forward_s: float, backward_s: float) -> MeasuredPart:

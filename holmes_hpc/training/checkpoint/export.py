@@ -94,13 +94,18 @@ def run_source(run: RunDirectory, checkpoint: str | os.PathLike[str], step: int)
     """Return the weights of a run's `checkpoint` (a directory, saved after `step`), with the plan's model. The config
     and, if the run's data have none, the tokenizer are those of the Hugging Face folder from which the run started."""
     spec, data = Plan.read(run.plan_path).model, run.config.get("data", {})
-    tokenizer, prefix = data.get("tokenizer"), data.get("prefix")
-    names = [p for p in (prefix if isinstance(prefix, list) else [prefix]) if isinstance(p, str)]
-    default = ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None  # without an `eod` in PREFIX.json
-    eod = next((eod for name in names if 0 <= (eod := read_summary(name).get("eod", -1)) < spec.vocab), default)
+    tokenizer, eod = data.get("tokenizer"), _end_of_document(data, spec)
     if tokenizer and not os.path.isfile(tokenizer):
         raise DataError("the run's tokenizer does not exist", where=tokenizer, hint="restore this file")
     return ExportSource(SavedWeights(checkpoint), spec, run.path / CONFIG_COPY, step, eod, tokenizer)
+
+
+def _end_of_document(data: Mapping[str, Any], spec: ModelSpec) -> int | None:
+    """Return the end-of-document token in PREFIX.json; else the byte tokenizer's if `spec` has its vocabulary size."""
+    prefix = data.get("prefix")
+    names = [p for p in (prefix if isinstance(prefix, list) else [prefix]) if isinstance(p, str)]
+    default = ByteTokenizer.eod if spec.vocab == ByteTokenizer.vocab else None
+    return next((eod for name in names if 0 <= (eod := read_summary(name).get("eod", -1)) < spec.vocab), default)
 
 
 def convert(state: State, spec: ModelSpec) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from holmes_hpc.errors import NetworkError
+from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.training.network import link_diagnosis as diagnosis
 from holmes_hpc.training.network.exchange import exchange, set_error
@@ -32,6 +32,16 @@ class Limits:
     repeat_s: float = 0.75
 
 
+def publish_error(store: dist.Store, error: HolmesError) -> None:
+    """Publish this node's error as the outcome of the check, so that the other nodes do not wait for this one."""
+    arguments = {"what": error.what, "where": error.where, "hint": error.hint}
+    with contextlib.suppress(RuntimeError, TimeoutError):
+        if not store.check([f"{_BASE}/nodes/all"]):
+            set_error(store, f"{_BASE}/nodes", arguments)
+        if not store.check([_DONE]):
+            store.set(_DONE, json.dumps(arguments))
+
+
 def run_link_check(
     store: dist.Store,
     info: NodeInformation,
@@ -51,12 +61,7 @@ def run_link_check(
             nics = {kind: replace(nic, port=server.ports[kind]) for kind, nic in info.nics.items()}
             findings = _LinkCheck(store, replace(info, nics=nics), nodes, groups, token, limits).run()
     except NetworkError as e:
-        arguments = {"what": e.what, "where": e.where, "hint": e.hint}
-        with contextlib.suppress(RuntimeError, TimeoutError):  # published, so that the other nodes do not wait
-            if not store.check([f"{_BASE}/nodes/all"]):
-                set_error(store, f"{_BASE}/nodes", arguments)
-            if not store.check([_DONE]):
-                store.set(_DONE, json.dumps(arguments))
+        publish_error(store, e)
         raise
     if info.node == nodes[0]:
         store.set(_DONE, json.dumps(None))
