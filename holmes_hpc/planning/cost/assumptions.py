@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from holmes_hpc.fabric.site import Pool
-from holmes_hpc.planning.cost.calibration import NO_CALIBRATION
 from holmes_hpc.planning.cost.kernels import kind, kinds
 from holmes_hpc.planning.cost.layout import Layout, window_rate
 from holmes_hpc.planning.cost.network_figures import UNMEASURED_NICS
@@ -45,8 +44,7 @@ def assumptions(layout: Layout) -> tuple[str, ...]:
     has_replicas = any(stage.copies > p.optimizer_instances for stage in p.stages)
     if software.overlap_gather and not software.overlap and p.distributed_optimizer and has_replicas:
         notes.append("train.overlap_param_gather has no effect with train.overlap_grad_reduce=false")
-    if calibration == NO_CALIBRATION:  # measured rates contain the limit of windows
-        notes += _tcp_window_notes(layout)
+    notes += _tcp_window_notes(layout)
     return tuple(dict.fromkeys([*notes, *interval_notes(layout), *layout.costs.corrections.notes]))
 
 

@@ -297,8 +297,8 @@ class Evaluator:
             for split in sorted(splits) if balanced and p.pp <= FEW_STAGES else ():
                 options = replace(self.options, layers_per_stage=split)  # a better schedule may need this split
                 fixed = Evaluator(self.problem._replace(options=options))
-                candidates = filter(None, [fixed._candidate(placement, *settings)])
-                improved += [fixed.refine(c, max_orders) for c in candidates]
+                if alike := fixed._candidate(placement, *settings):
+                    improved.append(fixed.refine(alike, max_orders))
         best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))  # the first of equally fast ones
         if has_weight_passes:  # the buckets are chosen already
             return best
@@ -324,8 +324,8 @@ class Evaluator:
         changes the weight passes of all stages alike, then of one stage (of many: one component) at a time."""
         order, start_s = candidate.layout.order, inf
         sizes, changes = self._bucket_sizes(candidate.layout), _changes(order)
-        stages, parts = range(order.stages), [c.stages for c in candidate.layout.components]
-        parts = [(s,) for s in stages] if order.stages <= FEW_STAGES else parts
+        stages, are_few = range(order.stages), order.stages <= FEW_STAGES
+        parts = [(s,) for s in stages] if are_few else [c.stages for c in candidate.layout.components]
         while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
             start_s = candidate.seconds
             for part, (lag, final) in product((stages, *parts), changes):

@@ -127,8 +127,8 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
         pools = [pool for pool in site.pools if pool.fabric_name in used]
         if len(pools) < len(site.pools) and not clock.is_over():
             on_used = problem._replace(site=site.restricted_to(pools))
-            limit_s = max_s if by_turns else min(max_s, min(v.seconds for v in found))
-            found += _search(on_used, clock, limit_s, memo, neighbours, by_turns=by_turns)
+            longest_s = max_s if by_turns else min(max_s, *(v.seconds for v in found))
+            found += _search(on_used, clock, longest_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
     return _refine_all(found, problem.options, clock)
 
