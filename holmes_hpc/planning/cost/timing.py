@@ -109,14 +109,13 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     """Return :func:`timing` of a layout with per-stage TP/DP. The times of each stage come from its own view."""
     p, rows, stages = layout.parallel, layers[:, :, 0] - 1, np.arange(layout.parallel.pp)
     parts = {name: table[rows, stages] for name, table in _stage_tables(layout).items()}
-    gather, shares = parts.pop("gather"), parts.pop("parameters") / np.array([stage.copies for stage in p.stages])
-    updates = np.array([layout.costs.optimizer_s(1.0, layout.pool(component)) for component in layout.replicas[0]])
+    gather, update = parts.pop("gather"), parts.pop("update")
     return Timing(
         (Durations(**{k: v if k in ("down", "up", "last_up") else v[:, :, None] for k, v in parts.items()}),),
         ((False,) * p.pp,),
         tied=tied_embedding_s(layout),
         norm=layout.norm_s,
-        optimizer=(shares * updates).max(axis=1),
+        optimizer=update.max(axis=1),
         gather=gather,
         overhead=max(layout.costs.step_overhead_s(layout.pool(c)) for c in layout.components),
     )
@@ -124,13 +123,14 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
 
 @memoised("recompute", "bucket_bytes")
 def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
-    """Return tables of all durations, of `gather` and of `parameters`, (layers, S) each.
+    """Return tables of all durations, of `gather` and of `update` (the optimizer's), (layers, S) each.
     Row n - 1 has the values of each stage in its own view (:attr:`Layout.views`) if the stage has n layers."""
 
     def of_view(view: Layout, index: int) -> dict[str, np.ndarray]:
         times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)
         of_stages = {f.name: getattr(times.replicas[0], f.name) for f in fields(Durations)}
-        of_stages |= {"gather": times.gather, "parameters": parameters(view, view.all_layers)}
+        update_s = view.costs.optimizer_s(1 / view.parallel.stages[index].copies, view.pool(view.replicas[0][index]))
+        of_stages |= {"gather": times.gather, "update": update_s * parameters(view, view.all_layers)}
         return {name: table[:, index] for name, table in of_stages.items()}
 
     tables = [v.layout.memo.of("tables", layout.bucket_bytes, compute=partial(of_view, *v)) for v in layout.views]

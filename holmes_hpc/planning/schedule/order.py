@@ -158,6 +158,17 @@ class Order:
         by_turn = [Pass(True, m, c) for m, c in turns] + [Pass(False, m, self.chunks - 1 - c) for m, c in turns]
         return [by_turn[turn] for turn in self.turn_sequence(row).tolist()]
 
+    @cached_property
+    def pass_numbers(self) -> list[list[int]]:
+        """The passes of each row in order, each as twice its micro-batch, plus 1 if backward; for one chunk."""
+
+        def numbers(row: int) -> list[int]:
+            micro_batches = np.array(self.micro_batches_of(row))
+            is_backward, turn = np.divmod(self.turn_sequence(row), len(micro_batches))
+            return (2 * micro_batches[turn] + is_backward).tolist()
+
+        return [numbers(row) for row in range(self.rows)]
+
     def weight_passes_before(self, row: int) -> Sequence[int]:
         """Return the number of weight passes that `row` runs just before each of its passes; the rest follow the last
         pass. Up to `deferred` of them stay pending. When only backward passes are left, which may have to wait for

@@ -212,7 +212,7 @@ def row_end_times(
     arrival = [[never if s else 0.0, never if s < stages - 1 else 0.0] * order.micro_batches for s in range(stages)]
     first_rows = [order.row(s, 0) for s in range(stages)]
     row_of = [[first + replica for replica in route] for first, route in zip(first_rows, order.routes, strict=True)]
-    sequences = [_pass_numbers(order, row) for row in range(order.rows)]
+    sequences = order.pass_numbers
     first_passes, last_passes = [row[0] for row in sequences], [row[-1] for row in sequences]
     remaining, now, is_round_robin = [iter(row) for row in sequences], [0.0] * order.rows, order.is_round_robin
     next_number = [next(row) for row in remaining]
@@ -268,11 +268,3 @@ def row_end_times(
         if following >= 0 and (arrived := arrival[s][following]) != never:
             heappush(queue, (arrived if arrived > end else end, row))
     return [end if number < 0 else never for number, end in zip(next_number, now, strict=True)]
-
-
-def _pass_numbers(order: Order, row: int) -> list[int]:
-    """Return the passes of `row` in order, each as twice its micro-batch, plus 1 if backward."""
-    micro_batches, turns = np.array(order.micro_batches_of(row)), order.turn_sequence(row)
-    is_backward, turn = np.divmod(turns, len(micro_batches))
-    numbers: list[int] = (2 * micro_batches[turn] + is_backward).tolist()
-    return numbers

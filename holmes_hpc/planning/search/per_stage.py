@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, permutations, product
-from math import ceil
+from math import ceil, inf
 from typing import Any
 
 import numpy as np
 
 from holmes_hpc.config.plan_options import PlanOptions
-from holmes_hpc.errors import PlanError
+from holmes_hpc.errors import PlanError, counted
 from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
@@ -42,15 +42,16 @@ from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 MAX_SHAPES = 400  # the most shapes whose memory is checked
 MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
 MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 3, 1.3  # sets of fabrics, up to this many times as slow as the best
-MANY_GPUS = 256  # larger sites are searched only once, because a search takes long
+MANY_GPUS = 500  # larger sites are searched only once, because a search takes long
 MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
 BUILT = 4  # ratio of the time to simulate a shape to that of building its layout
 EXPANDED = 5000  # passes that could be simulated while the neighbours of a shape are estimated
 MIN_STEP = 0.005  # a neighbour faster by this share is expanded before the other neighbours are tried
 NEAR = 1.12  # neighbours of variants up to this many times as slow as the best are tried, and these variants refined
-# The most passes to simulate: of shapes with short estimates, of neighbours of the best, to refine all variants, or one
-SHAPES, NEIGHBOURS, REFINEMENT, PER_VARIANT = 300_000, 600_000, 1_200_000, 75_000
-MORE_NEIGHBOURS = 4  # ratio of the passes for neighbours on small sites to those on large sites
+# The most passes to simulate: of shapes with short estimates, of neighbours of the best, in each round of refinement
+SHAPES, NEIGHBOURS, REFINEMENT = 300_000, 600_000, 600_000
+MORE_NEIGHBOURS, MORE_REFINEMENT = 4, 20  # ratios of these passes on small sites to those on large sites
+ROUNDS = ((None, 6), (16, 40))  # (the best variants to refine, None: all near the best; the most simulations of each)
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -130,7 +131,7 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
             longest_s = max_s if by_turns else min(max_s, *(v.seconds for v in found))
             found += _search(on_used, clock, longest_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
-    return _refine_all(found, problem.options, clock)
+    return _refine_all(found, problem.options, clock, REFINEMENT * (1 if is_large else MORE_REFINEMENT))
 
 
 def _search(
@@ -203,23 +204,25 @@ def _search(
     return simulated
 
 
-def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock) -> list[Variant]:
+def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, max_passes: int) -> list[Variant]:
     """Return the candidates and refined versions of the candidates near the best, the shortest step first.
 
-    The best candidate on each set of pools is refined before all other candidates."""
-    refined, passes_left = list[Variant](), REFINEMENT
+    The best candidate on each set of pools is refined before all other candidates, and the best of all are refined
+    again, with more simulations. `max_passes`: the most passes to simulate in each round."""
     first_on_pools = {v.layout.transport_rule.pools: v for v in reversed(candidates)}
-    for candidate in sorted(candidates, key=lambda v: first_on_pools[v.layout.transport_rule.pools] is not v):
-        if passes_left <= 0 or clock.is_over():
-            break
-        if refined and candidate.seconds > NEAR * refined[0].seconds:
-            continue
-        variant, passes = _refine(candidate, options, PER_VARIANT)
-        passes_left -= passes
-        refined = sorted([*refined, variant], key=lambda v: v.seconds)
-    if refined and not clock.is_over():
-        refined[0] = _refine(refined[0], options, 2 * PER_VARIANT)[0]
-    return sorted([*refined, *candidates], key=lambda v: v.seconds)
+    refined = sorted(candidates, key=lambda v: first_on_pools[v.layout.transport_rule.pools] is not v)
+    for variants_of_round, simulations in ROUNDS:
+        passes_left, changed = max_passes, list[Variant]()
+        for variant in refined[:variants_of_round]:
+            if passes_left <= 0 or clock.is_over():
+                break
+            if variant.seconds <= NEAR * min((v.seconds for v in changed), default=inf):
+                better, passes = _refine(variant, options, min(passes_left, simulations * variant.shape.passes))
+                passes_left -= passes
+                changed.append(better)
+                clock.report(f"planning: {counted(len(changed), 'layout')} with per-stage TP/DP refined")
+        refined = sorted({v.key: v for v in (*refined, *changed)}.values(), key=lambda v: v.seconds)
+    return refined
 
 
 def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape, memo: Memo) -> Variant | None:
@@ -294,7 +297,10 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
             if simulations_left <= 0:
                 break
             enough_s = best.seconds * (1 - min_gain)
-            variant, simulations_left = timed(best, max_s=enough_s, **change), simulations_left - 1
+            changed = replace(best, **change)
+            if changed.least_s >= enough_s:
+                continue
+            variant, simulations_left = timed(changed, max_s=enough_s), simulations_left - 1
             if variant.seconds < enough_s:
                 best = variant
                 return True
@@ -347,8 +353,9 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
         if counts[source] > 1
     ]
     for move in sorted(moves, key=busiest_first):
-        layers = chunk_layers(move, 1)
-        for layout in (variant.layout, _deepen(variant.layout, layers, 0)):
-            if fits(layout, layers, options.max_memory_gib)[0]:
-                yield {"layers": layers, "layout": layout}
-                break
+        layers, layout = chunk_layers(move, 1), variant.layout
+        if not fits(layout, layers, options.max_memory_gib)[0]:
+            layout = _deepen(layout, layers, 0)
+            if not fits(layout, layers, options.max_memory_gib)[0]:
+                continue
+        yield {"layers": layers, "layout": layout}
