@@ -7,7 +7,7 @@ then change one at a time, as long as the simulated step gets shorter.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, permutations, product
+from itertools import groupby, permutations
 from math import ceil, inf
 from typing import Any
 
@@ -41,7 +41,7 @@ from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most shapes whose memory is checked
 MIN_SHAPES = 8  # the fewest shapes simulated before their neighbours
-MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 3, 1.3  # sets of fabrics, up to this many times as slow as the best
+MAX_SEARCHED_AGAIN, SEARCHED_AGAIN = 4, 1.3  # sets of pools, up to this many times as slow as the best
 MANY_GPUS = 500  # larger sites are searched only once, because a search takes long
 MAX_UNFIT = 24  # shapes on one set of pools to check first, until one fits in memory
 BUILT = 4  # ratio of the time to simulate a shape to that of building its layout
@@ -92,6 +92,11 @@ class Variant(Solution):
         x = self.layout
         return x.components, x.parallel, x.recompute, x.batch, x.schedule, x.bucket_bytes, self.layers.tobytes()
 
+    @property
+    def pools(self) -> frozenset[str]:
+        """The names of the pools it uses."""
+        return frozenset(c.pool for c in self.layout.components)
+
     @cached_property
     def least_s(self) -> float:
         """A lower bound of the step time. Each replica computes its micro-batches one after the other, and waits until
@@ -110,9 +115,9 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. If good variants
-    use only some of its fabrics, so are these: the number of passes to simulate is limited, so a search on fewer
-    fabrics tries more shapes. The list is empty if no shape that fits in memory promises a step below `max_s`
+    A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. The sets of
+    pools of the best variants are searched again: the number of passes to simulate is limited, so a search on fewer
+    pools tries more shapes. The list is empty if no shape that fits in memory promises a step below `max_s`
     seconds."""
     memo, site = Memo(), problem.site
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
@@ -120,15 +125,15 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     found = _search(problem, clock, max_s, memo, neighbours)
     if not (is_large or clock.is_over()):
         found += _search(problem, clock, max_s, memo, neighbours, by_turns=True)
-    limit_s = SEARCHED_AGAIN * min((v.seconds for v in found), default=max_s)
-    near = (v.layout for v in sorted(found, key=lambda v: v.seconds) if v.seconds < limit_s)
-    fabrics = dict.fromkeys(frozenset(layout.pool(c).fabric_name for c in layout.components) for layout in near)
-    again = [*fabrics][:MAX_SEARCHED_AGAIN] if not (problem.options.nodes or is_large) else ()
-    for used, by_turns in product(again, (False, True)):
-        pools = [pool for pool in site.pools if pool.fabric_name in used]
-        if len(pools) < len(site.pools) and not clock.is_over():
-            on_used = problem._replace(site=site.restricted_to(pools))
-            longest_s = max_s if by_turns else min(max_s, *(v.seconds for v in found))
+    searched = {frozenset(pool.name for pool in site.pools)}
+    while found and len(searched) <= MAX_SEARCHED_AGAIN and not (problem.options.nodes or is_large or clock.is_over()):
+        best = min((v for v in found if v.pools not in searched), key=lambda v: v.seconds, default=None)
+        fastest_s = min(v.seconds for v in found)
+        if best is None or best.seconds > SEARCHED_AGAIN * fastest_s:
+            break
+        searched.add(best.pools)
+        on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in best.pools]))
+        for by_turns, longest_s in ((False, min(max_s, fastest_s)), (True, max_s)):
             found += _search(on_used, clock, longest_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
     return _refine_all(found, problem.options, clock, REFINEMENT * (1 if is_large else MORE_REFINEMENT))
