@@ -115,10 +115,10 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. The sets of
-    pools of the best variants are searched again: the number of passes to simulate is limited, so a search on fewer
-    pools tries more shapes. The list is empty if no shape that fits in memory promises a step below `max_s`
-    seconds."""
+    A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. The set of pools
+    that the best variant uses is then searched again, up to MAX_SEARCHED_AGAIN times: the number of passes to simulate
+    is limited, so a search on fewer pools tries more shapes. The list is empty if no shape that fits in memory promises
+    a step below `max_s` seconds."""
     memo, site = Memo(), problem.site
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
     neighbours = NEIGHBOURS * (1 if is_large else MORE_NEIGHBOURS)
@@ -126,13 +126,14 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     if not (is_large or clock.is_over()):
         found += _search(problem, clock, max_s, memo, neighbours, by_turns=True)
     searched = {frozenset(pool.name for pool in site.pools)}
-    while found and len(searched) <= MAX_SEARCHED_AGAIN and not (problem.options.nodes or is_large or clock.is_over()):
-        best = min((v for v in found if v.pools not in searched), key=lambda v: v.seconds, default=None)
-        fastest_s = min(v.seconds for v in found)
-        if best is None or best.seconds > SEARCHED_AGAIN * fastest_s:
+    for _ in range(0 if is_large or problem.options.nodes else MAX_SEARCHED_AGAIN):
+        fastest_s = min((v.seconds for v in found), default=max_s)
+        near = [v for v in found if v.pools not in searched and v.seconds <= SEARCHED_AGAIN * fastest_s]
+        if not near or clock.is_over():
             break
-        searched.add(best.pools)
-        on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in best.pools]))
+        used = min(near, key=lambda v: v.seconds).pools
+        searched.add(used)
+        on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in used]))
         for by_turns, longest_s in ((False, min(max_s, fastest_s)), (True, max_s)):
             found += _search(on_used, clock, longest_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]

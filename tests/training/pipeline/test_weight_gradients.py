@@ -90,14 +90,25 @@ def drawn_plans(seed: int) -> tuple[Plan, Plan, dict[str, Any]]:
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_layouts_have_the_results_and_weights_of_1f1b_bit_for_bit(seed: int, tmp_path: Path) -> None:
+    """Early steps have these results, too; in ten of the layouts, the norm of the third step exceeds the clip."""
     plain, split, train = drawn_plans(seed)
-    print(f"{split.parallel}, layers {[s.layers for s in split.stages]}, {split.schedule}, {train}")
-    settings = {"train": {**STEPS, "checkpoint_interval": 3, **train}}
+    clip = 1.0 if seed % 4 == 0 else 30.0
+    print(f"{split.parallel}, layers {[s.layers for s in split.stages]}, {split.schedule}, {train}, clip {clip}")
+    settings = {"train": {"steps": 4, "checkpoint_interval": 4, "clip_grad": clip, **train}}
+    early, hook = replace(split, early_step="stage"), {"RANK_HOOK": "take_early_steps"}
     runs = [spawn.train(tmp_path / name, plan, settings) for name, plan in (("plain", plain), ("split", split))]
+    hooks = {rank: hook for rank in range(early.world_size)}
+    runs.append(spawn.train(tmp_path / "early", early, settings, environment=hooks))
     for run in runs:
         assert set(run.codes) == {0}, run.output
-    for column in ("loss", "grad_norm"):
-        assert runs[0].column(column) == runs[1].column(column)
-    weights = [json.loads((run.run.checkpoints / "step-00000003" / "holmes.json").read_text())["files"] for run in runs]
+        assert all(run.column(column) == runs[0].column(column) for column in ("loss", "grad_norm"))
+    weights = [json.loads((run.run.checkpoints / "step-00000004" / "holmes.json").read_text())["files"] for run in runs]
     shards = [{name: entry for name, entry in files.items() if name.endswith(".distcp")} for files in weights]
-    assert shards[0] and shards[0] == shards[1]  # sizes and checksums
+    assert shards[0] and shards[0] == shards[1] == shards[2]  # sizes and checksums
+    flagged = {
+        name: [line["step"] for line in runs[2].run.metrics() if line.get(name)]
+        for name in ("early_step", "rolled_back")
+    }
+    assert (
+        flagged == {"early_step": [2], "rolled_back": [3]} if clip < 30 else {"early_step": [2, 3], "rolled_back": []}
+    )
