@@ -141,10 +141,14 @@ def test_neighbours_differ_by_a_node_a_tp_or_a_pool() -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("seed", "subset"), [(11, "fabrics f0, f2"), (14, "fabrics f0, f1"), (33, "fabrics f2, f3")])
+@pytest.mark.parametrize(
+    ("seed", "subset"),
+    [(5, "fabrics f1, f2"), (11, "fabrics f0, f2"), (14, "fabrics f0, f1"), (33, "fabrics f2, f3"), (46, "fabrics f1")],
+)
 def test_per_stage_plans_of_parts_of_a_site_are_found(seed: int, subset: str) -> None:
-    """They were 6.7, 0.7 and 9.1% faster: a pool less or more, a move that needs fewer passes in flight, and a pair of
-    fabrics that computes more slowly than eight other choices of pools."""
+    """They were 0.6, 6.7, 0.7, 9.1 and 0.6% faster: variants behind until they are refined (first and last), a pool
+    less or more, a move that needs fewer passes in flight, and a pair of fabrics that computes more slowly than eight
+    other choices of pools."""
     model, batch, site = planner_regret.draw_problem(seed)
     (part,) = (part for name, part, _ in planner_regret.told_subsets(seed, site) if name == subset)
     free_s, told_s = (planner_regret.planned(model, batch, s, PlanOptions())[0] for s in (site, part))

@@ -83,7 +83,7 @@ def test_unequal_true_conflicts_with_options_that_exclude_it(key: str, value: ob
     assert "\n" not in str(error.value)
 
 
-def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pools_of_good_plans_are_searched_again(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[list[str]] = []
     search = per_stage._search
 
@@ -92,7 +92,7 @@ def test_the_fabrics_of_good_plans_are_searched_again(monkeypatch: pytest.Monkey
         return search(problem, *arguments, by_turns)
 
     monkeypatch.setattr(per_stage, "_search", noted)
-    for name, passes in {"SHAPES": 2_000, "NEIGHBOURS": 0, "REFINEMENT": 0, "PER_VARIANT": 0}.items():
+    for name, passes in {"SHAPES": 2_000, "NEIGHBOURS": 0, "REFINEMENT": 0}.items():
         monkeypatch.setattr(per_stage, name, passes)
     far = replace(UNEVEN.pools[0], name="far", nodes=1, ethernet_gbps=0.1)
     site = replace(UNEVEN, pools=(*UNEVEN.pools, far))
