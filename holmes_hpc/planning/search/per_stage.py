@@ -134,8 +134,8 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
         used = min(near, key=lambda v: v.seconds).pools
         searched.add(used)
         on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in used]))
-        for by_turns, longest_s in ((False, min(max_s, fastest_s)), (True, max_s)):
-            found += _search(on_used, clock, longest_s, memo, neighbours, by_turns=by_turns)
+        for by_turns in (False, True):
+            found += _search(on_used, clock, max_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
     return _refine_all(found, problem.options, clock, REFINEMENT * (1 if is_large else MORE_REFINEMENT))
 
@@ -175,7 +175,8 @@ def _search(
     def may_win(shape: Shape) -> bool:
         return shape.estimate <= MAX_OVERESTIMATE * least_s() and shape not in tried
 
-    shapes = best_shapes(problem, MAX_OVERESTIMATE * max_s)
+    pools = tuple(a.pool.name for a in available)
+    shapes = memo.of("shapes", pools, compute=lambda: best_shapes(problem, MAX_OVERESTIMATE * max_s))
     for _, same_pools in grouped((pools_of(shape.stages), shape) for shape in shapes):
         if fitting := next(filter(None, map(built, filter(may_win, same_pools[:MAX_UNFIT]))), None):
             simulate(fitting)
@@ -200,7 +201,7 @@ def _search(
         passes += EXPANDED
         others = best.shape.on_other_pools() if best.seconds <= least_s() else []  # estimates ignore costs of pools
         max_estimate = NEAR * least_s() * best.shape.estimate / best.seconds
-        near = [shape for shape in best.shape.neighbours() if shape.estimate < max_estimate]
+        near = [shape for shape in best.shape.neighbours if shape.estimate < max_estimate]
         for shape in [*others, *near]:
             if shape not in tried and not is_over(max_passes) and (neighbour := built(shape)):
                 simulate(neighbour)

@@ -48,7 +48,6 @@ MAX_STAGES = 12  # on one pool
 MAX_COMBINATIONS = 8000  # of stage counts of all pools
 EQUAL_TP_FIRST, EQUAL_TP_MARGIN = 12, 1.3  # shapes per TP to put first, up to this ratio to the best
 MAX_SHAPES = 24  # shapes of one micro-batch size, recomputation and choice of TPs
-
 MAX_LISTED = 3000  # if at most this many lists of stages exist (in every order), all are estimated
 FORWARD = 1 / 3  # the share of the forward pass in a layer's seconds
 NIC_WAIT = 1.3  # ratio of a busy NIC's time to that of its bytes, because it also waits for other nodes
@@ -75,6 +74,7 @@ class Shape:
         """The number of passes in a step."""
         return 2 * len(self.stages) * self.estimator.micro_batches
 
+    @cached_property
     def neighbours(self) -> "list[Shape]":
         """Return the shapes with one change on a pool (see stage_lists), the shortest estimate first."""
         return self._with_stages(neighbours(self.stages, self.estimator.single_stages()))
