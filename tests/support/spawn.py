@@ -194,6 +194,10 @@ class FinishedRun:
     def column(self, name: str) -> list[Any]:
         return [line[name] for line in self.run.metrics()]
 
+    def flagged(self, name: str) -> list[int]:
+        """Return the steps whose metrics line has the flag `name`."""
+        return [line["step"] for line in self.run.metrics() if line.get(name)]
+
 
 def first_ephemeral() -> int:
     """Return the lowest port that the system may assign to outgoing connections; tests listen below it."""

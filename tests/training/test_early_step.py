@@ -43,11 +43,6 @@ def train(folder: Path, layout: dict[str, Any], early: str, is_forced: bool = Tr
     return ended
 
 
-def flagged(run: spawn.FinishedRun, name: str) -> list[int]:
-    """Return the steps whose metrics line has the flag `name`."""
-    return [line["step"] for line in run.run.metrics() if line.get(name)]
-
-
 def check_equal(early: spawn.FinishedRun, exact: spawn.FinishedRun) -> None:
     for name in ("step", "loss", "grad_norm", "learning_rate"):
         assert early.column(name) == exact.column(name), name
@@ -63,11 +58,11 @@ def test_steps_rolled_back_have_the_results_of_exact_ones_bit_for_bit(name: str,
     layout, options = LAYOUTS[name]
     exact, early = (train(tmp_path / choice, layout, choice, **options) for choice in ("off", "stage"))
     check_equal(early, exact)
-    rolled_back = flagged(early, "rolled_back")
-    assert rolled_back and not {*rolled_back} & {*flagged(early, "early_step")} and flagged(early, "early_step")
+    rolled_back = early.flagged("rolled_back")
+    assert rolled_back and not {*rolled_back} & {*early.flagged("early_step")} and early.flagged("early_step")
     assert all(early.column("grad_norm")[step - 1] > 1.5 for step in rolled_back)
     assert f"step {rolled_back[0]} is repeated without an early optimizer step" in early.log(0)
-    assert not flagged(exact, "early_step") and not flagged(exact, "rolled_back")
+    assert not exact.flagged("early_step") and not exact.flagged("rolled_back")
 
 
 @pytest.mark.integration
@@ -77,7 +72,7 @@ def test_early_steps_have_the_results_of_exact_ones_bit_for_bit(name: str, tmp_p
     layout, options = LAYOUTS[name]
     exact, early = (train(tmp_path / choice, layout, choice, False, **options) for choice in ("off", "stage"))
     check_equal(early, exact)
-    assert flagged(early, "early_step") == [*range(early_step.RECENT + 1, STEPS)] and not flagged(early, "rolled_back")
+    assert early.flagged("early_step") == [*range(early_step.RECENT + 1, STEPS)] and not early.flagged("rolled_back")
 
 
 @pytest.mark.integration
@@ -89,7 +84,7 @@ def test_a_run_continues_after_a_roll_back_and_validates_exact_weights(tmp_path:
         settings = {"steps": steps, "lr_decay_steps": STEPS, "checkpoint_interval": 3}
         early = train(tmp_path / "stage", ZERO_BUBBLE, "stage", **{**options, **settings})
     check_equal(early, exact)
-    assert flagged(early, "rolled_back") and flagged(early, "validation_loss") == [3, 6, 9]
+    assert early.flagged("rolled_back") and early.flagged("validation_loss") == [3, 6, 9]
     losses = ([line.get("validation_loss") for line in run.run.metrics()] for run in (early, exact))
     assert next(losses) == next(losses)
 

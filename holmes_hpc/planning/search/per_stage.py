@@ -122,20 +122,18 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     memo, site = Memo(), problem.site
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
     neighbours = NEIGHBOURS * (1 if is_large else MORE_NEIGHBOURS)
-    found = _search(problem, clock, max_s, memo, neighbours)
-    if not (is_large or clock.is_over()):
-        found += _search(problem, clock, max_s, memo, neighbours, by_turns=True)
-    searched = {frozenset(pool.name for pool in site.pools)}
-    for _ in range(0 if is_large or problem.options.nodes else MAX_SEARCHED_AGAIN):
+    found, used, searched = list[Variant](), frozenset(pool.name for pool in site.pools), set[frozenset[str]]()
+    for _ in range(1 if is_large or problem.options.nodes else 1 + MAX_SEARCHED_AGAIN):
+        searched.add(used)
+        on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in used]))
+        for by_turns in (False,) if is_large else (False, True):
+            if not (by_turns and clock.is_over()):
+                found += _search(on_used, clock, max_s, memo, neighbours, by_turns=by_turns)
         fastest_s = min((v.seconds for v in found), default=max_s)
         near = [v for v in found if v.pools not in searched and v.seconds <= SEARCHED_AGAIN * fastest_s]
         if not near or clock.is_over():
             break
         used = min(near, key=lambda v: v.seconds).pools
-        searched.add(used)
-        on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in used]))
-        for by_turns in (False, True):
-            found += _search(on_used, clock, max_s, memo, neighbours, by_turns=by_turns)
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
     return _refine_all(found, problem.options, clock, REFINEMENT * (1 if is_large else MORE_REFINEMENT))
 
