@@ -35,8 +35,10 @@ DEMO = ("plan.nodes={ib-a: 2, roce-a: 2}", "plan.pp=2", "plan.schedule=1f1b", "t
 
 
 def experiment(job: str) -> Experiment:
-    regime, _, environment = job.partition(":")
-    return Experiment(regime, environment or "hybrid", 4, "holmes")
+    """Return the experiment of a job: REGIME, REGIME:ENVIRONMENT or REGIME:ENVIRONMENT:NODES."""
+    parts = job.split(":")
+    regime, environment, nodes = [*parts, *("hybrid", "4")[len(parts) - 1 :]]
+    return Experiment(regime, environment, int(nodes), "holmes")
 
 
 def limit_s(job: str) -> float | None:
@@ -47,8 +49,9 @@ def limit_s(job: str) -> float | None:
     return regime.micro_batches * LAYERS * 3 * regime.pace_ms / 1000 / experiment(job).stages
 
 
-def run(holmes: str, job: str, added: Sequence[str], run_dir: Path) -> dict[str, Any]:
-    """Run a job; return its figures: the median step time without the first step, losses, layers, and predictions."""
+def run(holmes: str, job: str, added: Sequence[str], run_dir: Path, skipped: int = 1) -> dict[str, Any]:
+    """Run a job; return its figures: the median step time without the first `skipped` steps, losses, layers, and
+    predictions."""
     path = f"{Path(holmes).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "HOLMES_RUNS": str(run_dir.parent), "PATH": path, "OMP_NUM_THREADS": "1"}
     overrides = DEMO if job == "demo" else experiment(job).overrides
@@ -64,7 +67,7 @@ def run(holmes: str, job: str, added: Sequence[str], run_dir: Path) -> dict[str,
         raise SystemExit(f"{holmes}: {job} failed:\n{process.stdout[-2000:]}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     plan = flatten(yaml.safe_load((run_dir / "plan.yaml").read_text()))
-    step_s = statistics.median(line["step_time_s"] for line in lines[1:])
+    step_s = statistics.median(line["step_time_s"] for line in lines[skipped:])
     return {
         "job": job,
         "holmes": holmes,
@@ -73,6 +76,7 @@ def run(holmes: str, job: str, added: Sequence[str], run_dir: Path) -> dict[str,
         "of_limit": limit / step_s if (limit := limit_s(job)) else None,
         "predicted_s": plan["predicted"]["step_time_s"],
         "layers": [stage["layers"] for stage in plan["stages"]],
+        "schedule": plan["schedule"],
         "sharded": plan["parallel"].get("distributed_optimizer", True),
         "losses": [line["loss"] for line in lines],
         "compute_s": [stage["compute_s"] for stage in lines[-1]["breakdown"]],

@@ -250,7 +250,8 @@ def _with_faster(
     changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
-    near = FAR if adds_weight_passes else NEAR  # weight passes gain most when refined
+    has_weight_passes = any(kind.splits for kind in SCHEDULES.values() if kind.name == options.schedule)
+    near = FAR if has_weight_passes else NEAR  # weight passes gain most when refined
     for placement in dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]):
         has_nothing_to_shard = options.distributed_optimizer is False and placement.dp == 1
         has_no_waits = adds_weight_passes and placement.pp == 1
