@@ -26,9 +26,9 @@ from holmes_hpc.results.statistics import repeats_interval
 
 ZERO_BUBBLE = "plan.schedule=zero_bubble"
 JOBS = "paper-like,paper-like-12,paper-like-6,light,heavy,paper-like:RoCE,paper-like:Ethernet"
-# Regime -> memory of a GPU (GiB) in which activations take at most 1.5 times those of 1F1B with the same layers: 3 passes
-# through the 9 (6 micro-batches: 11) layers of the first stage; plus weights, gradients, optimizer and buffers of this
-# stage; over the usable share of memory.
+# Regime -> memory of a GPU (GiB) in which activations take at most 1.5 times those of 1F1B with the same layers: 3
+# passes through the 9 (6 micro-batches: 11) layers of the first stage; plus its weights, gradients, optimizer and
+# buffers; over the usable share of memory.
 MEMORY_GIB = {"paper-like": 0.022312, "paper-like-12": 0.022312, "paper-like-6": 0.02711, "light": 0.005197}
 MEMORY_GIB["heavy"] = 0.04367
 EARLY_FROM = 6  # the first step that can be early

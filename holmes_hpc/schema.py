@@ -186,8 +186,7 @@ def _nested(value: Any, declared: Key, where: str, error: type[HolmesError]) -> 
 
 
 def allowed(declared: Key, value: Any = None) -> str:
-    """Return the allowed values of a key as text, for a hint. `value`: the rejected value. The hint suggests the most
-    similar allowed text."""
+    """Return the allowed values of a key as a hint, with the most similar one to the rejected text `value`."""
     if choices := declared.spec.one_of:
         matches = difflib.get_close_matches(value, choices, 1, 0.75) if isinstance(value, str) else []
         text = f"use {', '.join(choices)}" + "".join(f" (did you mean {str(match)!r}?)" for match in matches)

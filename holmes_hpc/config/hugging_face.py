@@ -1,8 +1,7 @@
 """Conversion between the config.json of a Hugging Face folder and a ModelSpec.
 
 Only JSON is read: nothing is downloaded, and no code from a folder is run. hugging_face.yaml lists the supported model
-families and their keys, and why other families are not supported. training/checkpoint/weight_names.py converts the
-weights.
+families and their keys, and why others are not supported. training/checkpoint/weight_names.py converts the weights.
 """
 
 import re

@@ -137,8 +137,7 @@ def ranked_partitions(
 
     The criteria, in order of importance: most members that one job may use, fewest other nodes, most members, longest
     time limit, highest node limit, highest priority, not the default partition, first by name. With `purest`, the first
-    two are: one job may use all members in the partition, fewest nodes of other NIC types. `everyone`: all eligible
-    nodes."""
+    two are: one job may use all members in the partition, fewest nodes of other NIC types. `everyone`: all that may."""
     names, nic = {n.name for n in members}, members[0].reading.nic
     other_names = {n.name for n in everyone if (n.reading.nic is not nic if purest else n.name not in names)}
 

@@ -1,10 +1,8 @@
-"""Lock files in a run directory. The owner of a lock is the command that submits the run's job, or the attempt that
-trains in the directory.
+"""Lock files in a run directory. A lock's owner is the command that submits the run's job, or the attempt that trains.
 
 The owner keeps the lock file open and locked, and the file's text names the owner. When the owner's process ends for
 any reason, the kernel (on NFS, the server) releases the lock. After a node failure, an NFS server may keep the lock for
-a while. In that case the state of the owner's Slurm job shows that the owner has ended, and a new file replaces the
-locked one.
+a while. In that case the state of the owner's Slurm job shows that the owner has ended, and a new file replaces it.
 """
 
 import contextlib

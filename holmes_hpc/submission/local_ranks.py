@@ -1,8 +1,7 @@
 """The ranks of a local job: one process imports the slow modules, forks every rank, and records how each exits.
 
 Submitit's local controller starts this module as the job's only task. Each fork then acts as one of submitit's tasks,
-with the logs and the result of its rank. A fork cannot use GPUs that its parent has opened, so ranks with GPUs import
-the modules themselves.
+with the logs and the result of its rank. Ranks with GPUs import the modules: a fork cannot use its parent's GPUs.
 """
 
 import atexit

@@ -1,8 +1,7 @@
 """Creation and removal of a testbed: a real Slurm with shaped NICs on one machine.
 
 All files are in one state directory (`record.state_dir`). Everything outside that directory (namespaces, one interface,
-processes) can be found from the record in it. Testbeds in different directories do not affect each other, nor the
-machine's own Slurm.
+processes) can be found from the record in it. Testbeds do not affect each other, nor the machine's own Slurm.
 """
 
 import contextlib

@@ -4,8 +4,7 @@ The unknowns are the logarithms of the factors: one factor for each GPU kind and
 fit minimises the sum of squares of log(predicted / measured) over each run's step time and each stage's compute time.
 If a run used several GPU kinds, the compute times of its stages tell their factors apart. A small weight on the
 logarithms keeps a factor at 1 if no run identifies it, for example that of a network whose traffic overlaps with
-computing (Levenberg, "A method for the solution of certain non-linear problems in least squares", 1944, with a fixed
-damping).
+computing (Levenberg, "A method for the solution of certain non-linear problems in least squares", 1944).
 """
 
 import math

@@ -33,8 +33,7 @@ EMULATED_PASS_S = 1.9e-3
 
 @dataclass(frozen=True)
 class Costs:
-    """The sources of all times. The first one available is used: `calibration`, `pace_layer_ms` (emulated compute),
-    published figures.
+    """The sources of all times: `calibration` if available, else `pace_layer_ms` (emulated), else published figures.
 
     A calibration must have the same `pace_layer_ms` and, if both name one, the same `dtype`. `dtype`: type of weights
     and activations; None: that of the calibration, otherwise that of :func:`auto_dtype`. `grad_dtype`: type of

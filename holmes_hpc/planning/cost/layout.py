@@ -155,9 +155,8 @@ class Layout:
         if self.is_weighted:
             return max(self.orders, key=lambda order: order.micro_batches)
         if self.is_per_stage:
-            depths = self.schedule.in_flight
-            total = self.batch.micro_batches(1)
-            return self.memo.of("order", depths, compute=lambda: Order.per_stage(p.routes(total), depths))
+            total, s = self.batch.micro_batches(1), self.schedule
+            return self.memo.of("order", s, compute=lambda: Order.per_stage(p.routes(total), **vars(s)))
         return self._uniform_order(self.batch.micro_batches(p.dp))
 
     def _uniform_order(self, micro_batches: int) -> Order:
@@ -200,6 +199,18 @@ class Layout:
         places = *((c.pool, c.nodes, stages) for c, stages in held if stages), rule.mode == "holmes" or rule.pools
         key = micro_size, self.recompute, sizes, gpus, count, padding, sequence_parallel, stage - near[0], places
         return StageView(self.pool_memo.of("view", *key, compute=uniform), stage - near[0])
+
+    def view_schedule(self, stage: int) -> Schedule:
+        """Return a schedule for the view of `stage` in which all stages have this stage's numbers."""
+        s, count = self.schedule, self.views[stage].layout.parallel.pp
+        return schedule_of(
+            s.kind, *((numbers[stage],) * count for numbers in (s.in_flight, s.deferred, s.final) if numbers)
+        )
+
+    @property
+    def split_schedule(self) -> Schedule | None:
+        """The schedule if it has weight passes, on which the times of passes and reductions then depend."""
+        return self.schedule if self.schedule.deferred else None
 
     @property
     def all_layers(self) -> np.ndarray:

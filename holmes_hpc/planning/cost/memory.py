@@ -23,18 +23,17 @@ from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.flops import layer_parameters
 from holmes_hpc.planning.cost.layer_times import LayerShape
-from holmes_hpc.planning.cost.layout import Layout, schedule_of
+from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.network_times import by_stage
 from holmes_hpc.planning.cost.timing import parameters, recomputed
 from holmes_hpc.planning.plan.parallel import Parallel
+from holmes_hpc.planning.plan.parts import Schedule
 from holmes_hpc.planning.plan.plan import Component
-from holmes_hpc.planning.schedule.kinds import PER_STAGE
 from holmes_hpc.planning.schedule.order import Order
 
 # A CUDA process holds more than tensors: context, NCCL's channels, cuBLAS workspaces, and the allocator's slack.
 CUDA_BYTES = 2 * 2**30
-# Share of a micro-batch's activations that a weight pass needs after the backward pass: inputs and output gradients of
-# the matrix products.
+# Share of a micro-batch's activations that a weight pass needs after the backward pass: what matrix products need.
 DEFERRED_SHARE = 0.89
 USABLE_SHARE = 0.96  # of a GPU's memory; fragmentation takes the remainder
 
@@ -135,13 +134,13 @@ def _memory_per_stage(layout: Layout, layers: np.ndarray) -> StageMemory:
 def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
     """Return :func:`memory` of a layout with per-stage TP/DP, as if every transfer window held one transfer."""
 
-    def of_view(view: Layout, index: int, depth: int) -> np.ndarray:
+    def of_view(view: Layout, index: int, schedule: Schedule) -> np.ndarray:
         """Return the parts of the stage's memory, a row for each, with 1, 2, … or all layers."""
-        held = memory(view.with_settings(schedule_of(PER_STAGE.name, (depth,) * view.parallel.pp)), view.all_layers)
+        held = memory(view.with_settings(schedule), view.all_layers)
         return np.stack([getattr(held, f.name)[:, index] for f in fields(StageMemory)])
 
-    views = zip(layout.views, layout.schedule.in_flight, strict=True)
-    tables = [v.layout.memo.of("memory at", depth, compute=partial(of_view, *v, depth)) for v, depth in views]
+    views = ((view, layout.view_schedule(s)) for s, view in enumerate(layout.views))
+    tables = [v.layout.memo.of("memory at", schedule, compute=partial(of_view, *v, schedule)) for v, schedule in views]
     return StageMemory(*np.stack(tables, axis=2)[:, layers[:, :, 0] - 1, np.arange(layout.parallel.pp)])
 
 

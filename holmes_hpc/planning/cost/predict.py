@@ -196,9 +196,9 @@ def events(layout: Layout, layers: np.ndarray) -> list[dict[str, Any]]:
 
     last_ends = row_end_times(order, durations, passes)
     for p in passes:
-        if p.forward and p.micro_batch == order.micro_batches_of(p.row)[0]:
+        if p.kind == "forward" and p.micro_batch == order.micro_batches_of(p.row)[0]:
             add(p.row, "param_sync", p.start - durations.ready[order.stage_of(p.row)], p.start)
-        add(p.row, "forward" if p.forward else "backward", p.start, p.end, p.micro_batch)
+        add(p.row, p.kind, p.start, p.end, p.micro_batch)
         if p.sent is not None:
             add(p.row, "send", *p.sent, micro_batch=p.micro_batch)
     for row, end in enumerate(last_ends):

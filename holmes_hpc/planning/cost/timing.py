@@ -14,6 +14,7 @@ from holmes_hpc.planning.cost import experts
 from holmes_hpc.planning.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from holmes_hpc.planning.cost.layout import Layout, memoised, schedule_of
 from holmes_hpc.planning.cost.network_times import ReplicaTimes, by_stage, edge_times, network_times, tied_embedding_s
+from holmes_hpc.planning.plan.parts import Schedule
 from holmes_hpc.planning.schedule import simulation
 from holmes_hpc.planning.schedule.graph import Durations
 
@@ -52,8 +53,7 @@ def recomputed(layout: Layout, layers: np.ndarray) -> np.ndarray:
 class ComputeTimes:
     """The compute times of one pipeline replica.
     `layer`: seconds of a layer's (forward, backward), (2, S). `recomputed`: extra seconds of a fully recomputed
-    layer, (S,). `embedding`, with the difference that first dense layers make, and `head`: (2,). `overhead`: of every
-    pass, (S,)."""
+    layer, (S,). `embedding`, with the difference that first dense layers make, and `head`: (2,). `overhead`: (S,)."""
 
     layer: np.ndarray
     recomputed: np.ndarray
@@ -121,19 +121,21 @@ def _timing_per_stage(layout: Layout, layers: np.ndarray) -> Timing:
     )
 
 
-@memoised("recompute", "bucket_bytes")
+@memoised("recompute", "bucket_bytes", "split_schedule")
 def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
     """Return tables of all durations, of `gather` and of `update` (the optimizer's), (layers, S) each.
     Row n - 1 has the values of each stage in its own view (:attr:`Layout.views`) if the stage has n layers."""
 
-    def of_view(view: Layout, index: int) -> dict[str, np.ndarray]:
-        times = timing(view.with_settings(bucket_bytes=layout.bucket_bytes), view.all_layers)
+    def of_view(view: Layout, index: int, schedule: Schedule | None) -> dict[str, np.ndarray]:
+        times = timing(view.with_settings(schedule, bucket_bytes=layout.bucket_bytes), view.all_layers)
         of_stages = {f.name: getattr(times.replicas[0], f.name) for f in fields(Durations)}
         update_s = view.costs.optimizer_s(1 / view.parallel.stages[index].copies, view.pool(view.replicas[0][index]))
         of_stages |= {"gather": times.gather, "update": update_s * parameters(view, view.all_layers)}
         return {name: table[:, index] for name, table in of_stages.items()}
 
-    tables = [v.layout.memo.of("tables", layout.bucket_bytes, compute=partial(of_view, *v)) for v in layout.views]
+    size, views = layout.bucket_bytes, enumerate(layout.views)
+    keys = ((v, (size, layout.view_schedule(s) if layout.split_schedule else None)) for s, v in views)
+    tables = [v.layout.memo.of("tables", *key, compute=partial(of_view, *v, key[1])) for v, key in keys]
     return {name: np.stack([table[name].ravel() for table in tables], axis=1) for name in tables[0]}
 
 
@@ -146,6 +148,7 @@ def row_durations(layout: Layout, times: Timing, split: int) -> simulation.RowDu
         backward=d.backward[split, :, 0].tolist(),
         ready=d.ready[split, :, 0].tolist(),
         last=np.maximum(0.0, d.last_up[split] - d.up[split]).tolist(),
+        weight=d.weight[split, :, 0].tolist(),
     )
 
 

@@ -312,8 +312,7 @@ def groups(parallel: Parallel, micro_batches: int, tied: bool, has_experts: bool
     tokens, and `expt_dp` reduces the experts' gradients. Across the stages of a grid, `mp` reduces the gradient norm,
     `pp` is a pipeline, `embd` is its first and last rank, and `tp_ep_pp` reduces the norm of the experts' gradients. In
     other layouts, `world` reduces the norm, and `embd` is all ranks of the first and last stage, if the embedding is
-    `tied`. An `edge` is two ranks that exchange, first the sender of activations; interleaving adds a wrap-around
-    one."""
+    `tied`. An `edge` is two ranks that exchange, first the sender of activations; interleaving adds another one."""
     grid, pp = parallel.grid(), parallel.pp
     is_grid = parallel.is_grid(micro_batches)
     yield from _groups("world", np.arange(parallel.world_size)[None], range(pp))

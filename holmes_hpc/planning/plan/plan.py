@@ -19,7 +19,7 @@ from holmes_hpc.planning.plan import plan_file
 from holmes_hpc.planning.plan.parallel import Parallel, abbreviated, groups, indivisible_sizes, tp_across_nodes
 from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage, check_experts_and_cp, lacks_layers
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
-from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.kinds import PER_STAGE, schedule_kind
 from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.schedule.order import Order
 from holmes_hpc.records.files import write_whole
@@ -121,14 +121,14 @@ class Plan:
         PlanError.refuse("stages[0]", (dense > min(first.chunks[0], first.layers - 1), message, hint))
 
     def _check_per_stage(self) -> None:
-        p = self.parallel
+        p, kind = self.parallel, self.schedule.kind
         strategy = "hierarchical-dp" if p.is_hierarchical else "pipeline"
         if p.is_uniform:
             plain = Parallel(p.stages, order=p.order, sequence_parallel=p.sequence_parallel)
-            if self.schedule.kind != PER_STAGE.name or p != plain:
+            if kind != PER_STAGE.name or p != plain:
                 self.parts.micro_batches(p.dp)  # raises: DP does not divide the batch
         for name, value, required in (
-            ("schedule.kind", self.schedule.kind, PER_STAGE.name),
+            ("schedule.kind", kind, kind if schedule_kind(kind).per_stage else PER_STAGE.name),
             ("strategy", "pipeline" if self.strategy == "one-fabric" else self.strategy, strategy),
             ("transport_mode", self.transport_mode, "holmes"),
         ):
@@ -227,7 +227,7 @@ class Plan:
         """The order in which each stage (with per-stage TP/DP: each replica) computes its passes."""
         p = self.parallel
         if self.is_per_stage:
-            return Order.per_stage(p.routes(self.micro_batches), self.schedule.in_flight)
+            return Order.per_stage(p.routes(self.micro_batches), **vars(self.schedule))
         schedule = {key: value for key, value in vars(self.schedule).items() if key != "kind"}
         return Order(self.schedule.kind, p.pp, self.micro_batches, p.virtual_stages, **schedule)
 

@@ -79,8 +79,7 @@ class ScheduleKind:
 
     `waits`: whether a stage, in the steady state, has two exchanges per micro-batch, one with each neighbour, and does
     not compute during them. The lower bound of a step relies on this. `per_stage`: whether the schedule supports
-    per-stage TP/DP. `splits`: whether backward passes compute only the gradients of their inputs, and weight passes
-    follow."""
+    per-stage TP/DP. `splits`: whether backward passes compute only gradients of inputs, and weight passes follow."""
 
     name: str
     label: str
@@ -125,11 +124,13 @@ SCHEDULES: dict[str, ScheduleKind] = {
         ScheduleKind("1f1b", "1F1B", (1, 1), in_flight, megatron=True, waits=True),
         ScheduleKind("interleaved", "interleaved 1F1B", (2, None), in_flight, megatron=True),
         ScheduleKind("ahead", "eager 1F1B", (1, None), in_flight, deepens=True, per_stage=True),
-        ScheduleKind("zero_bubble", "zero bubble", (1, 1), in_flight, deepens=True, splits=True),
+        ScheduleKind("zero_bubble", "zero bubble", (1, 1), in_flight, deepens=True, per_stage=True, splits=True),
     )
 }
 
 PER_STAGE = next(kind for kind in SCHEDULES.values() if kind.per_stage)  # used with per-stage TP/DP
+
+SPLIT = next(kind for kind in SCHEDULES.values() if kind.splits)  # computes weight gradients later
 
 
 def schedule_kind(name: str) -> ScheduleKind:

@@ -231,8 +231,7 @@ class _Step:
 
 def check_windows(order: Order, rows: Sequence[Sequence[Launch]]) -> None:
     """Raise PlanError if a step of :func:`gloo_launches` would deadlock: after a send, a row continues only when the
-    receive of the send one window earlier is posted. A row with several neighbours can block one of them while it waits
-    for another."""
+    receive of the send one window earlier is posted. While it waits for one neighbour, it can block another."""
     step = _Step(order, rows)
     sent: dict[tuple[int, int], list[StageTransfer]] = {}
 

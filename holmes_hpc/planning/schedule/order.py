@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -31,8 +31,7 @@ class Order:
     Megatron-LM of 2021). `paired`: whether a send and the receive of the opposite direction are one exchange under 1F1B
     (DeepSpeed makes two, the gradient first). `routes`: for each stage, the replica of each micro-batch; empty if all
     replicas of a stage do the same. For each stage, if the schedule `splits` backward passes: `deferred`: number of
-    backward passes by which weight passes lag behind (empty: 0); `final`: number of weight passes left for the end
-    (empty: 1).
+    backward passes by which weight passes lag behind (empty: 0); `final`: weight passes left for the end (empty: 1).
     """
 
     kind: str
@@ -57,9 +56,11 @@ class Order:
             object.__setattr__(self, "in_flight", in_flight)
 
     @classmethod
-    def per_stage(cls, routes: tuple[tuple[int, ...], ...], in_flight: tuple[int, ...]) -> "Order":
-        """Return the order of a layout with per-stage TP/DP, in which each replica is a row."""
-        return cls(PER_STAGE.name, len(routes), len(routes[0]), in_flight=in_flight, routes=routes)
+    def per_stage(
+        cls, routes: tuple[tuple[int, ...], ...], in_flight: tuple[int, ...], kind: str = PER_STAGE.name, **weights: Any
+    ) -> "Order":
+        """Return the order of a layout with per-stage TP/DP: each replica is a row. `weights`: `deferred`, `final`."""
+        return cls(kind, len(routes), len(routes[0]), in_flight=in_flight, routes=routes, **weights)
 
     @property
     def schedule(self) -> ScheduleKind:
@@ -160,12 +161,18 @@ class Order:
 
     @cached_property
     def pass_numbers(self) -> list[list[int]]:
-        """The passes of each row in order, each as twice its micro-batch, plus 1 if backward; for one chunk."""
+        """The passes of each row in order, each as twice its micro-batch, plus 1 if backward; for one chunk. A weight
+        pass is twice the number of micro-batches plus its own micro-batch."""
 
         def numbers(row: int) -> list[int]:
             micro_batches = np.array(self.micro_batches_of(row))
             is_backward, turn = np.divmod(self.turn_sequence(row), len(micro_batches))
-            return (2 * micro_batches[turn] + is_backward).tolist()
+            row_numbers = 2 * micro_batches[turn] + is_backward
+            if self.schedule.splits:
+                before = [*self.weight_passes_before(row), self.last_weight_passes[row]]
+                places = np.repeat(np.arange(len(before)), before)
+                row_numbers = np.insert(row_numbers, places, 2 * self.micro_batches + micro_batches)
+            return row_numbers.tolist()
 
         return [numbers(row) for row in range(self.rows)]
 
@@ -173,8 +180,9 @@ class Order:
         """Return the number of weight passes that `row` runs just before each of its passes; the rest follow the last
         pass. Up to `deferred` of them stay pending. When only backward passes are left, which may have to wait for
         their inputs, weight passes are spread over these waits, except that `final` of them are left for the end."""
-        turns, lag = len(self.micro_batches_of(row)) * self.chunks, self.deferred[row] if self.deferred else 0
-        return _weight_passes_before(self.kind, turns, self.depths[row], lag, self.final[row] if self.final else 1)
+        turns, stage = len(self.micro_batches_of(row)) * self.chunks, self.stage_of(row)
+        lag, final = self.deferred[stage] if self.deferred else 0, self.final[stage] if self.final else 1
+        return _weight_passes_before(self.kind, turns, self.depths[row], lag, final)
 
     @cached_property
     def last_weight_passes(self) -> tuple[int, ...]:

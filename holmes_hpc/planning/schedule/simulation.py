@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holmes_hpc.planning.schedule.graph import Durations, graph
+from holmes_hpc.planning.schedule.kinds import COMPUTING
 from holmes_hpc.planning.schedule.order import Order
 
 EARLY_STEPS = 4  # steps to simulate if each stage starts a step by itself
@@ -42,8 +43,7 @@ def step_seconds(
 ) -> np.ndarray:
     """Return the seconds from the start of a step until all gradients are reduced, (plans,). `passes`: the passes to
     simulate before the extrapolation. Its error is at most 0.5% with ACCURATE
-    (tests/planning/schedule/test_simulation.py), and a few percent with ROUGH, because a step is not exactly
-    periodic."""
+    (tests/planning/schedule/test_simulation.py), and a few percent with ROUGH: a step is not exactly periodic."""
     table = durations.table()
     return _extrapolated(order, passes, lambda short: graph(short, shared).end_times(table).max(axis=1))
 
@@ -169,7 +169,7 @@ class RowDurations:
     Per stage: `forward`, `backward`: one pass. `ready`: the parameter gather before the first pass, after all rows have
     reached it. `last`: additional time of the transfer up after a row's last pass. Per edge: `down`, `up`: (time that a
     transfer occupies a NIC, latency until it arrives). `wire`: the index of the edge's network; edges of one
-    network share a node's NIC. Per row: `node`: the index of its node.
+    network share a node's NIC. Per row: `node`: the index of its node. Per stage: `weight`: one weight pass.
     """
 
     forward: Sequence[float]
@@ -180,14 +180,15 @@ class RowDurations:
     up: Sequence[tuple[float, float]]
     node: Sequence[int]
     wire: Sequence[int]
+    weight: Sequence[float] = ()
 
 
 class TimedPass(NamedTuple):
-    """One simulated pass of a row, with start and end in seconds.
+    """One simulated pass of a row, with start and end in seconds. `kind`: one of COMPUTING.
     `sent`: (start, arrival) of the transfer of its result; None if no edge carries it."""
 
     row: int
-    forward: bool
+    kind: str
     micro_batch: int
     start: float
     end: float
@@ -200,7 +201,7 @@ def row_end_times(
     """Return the time in seconds at which each row's last pass ends; infinite if the row waits forever, because too few
     passes are in flight, or if some row has waited so long that its passes cannot end within `max_s`. `passes`: a list
     that receives a TimedPass for every pass, in order of their start. Inside this function a pass is a number, for
-    speed: twice its micro-batch, plus 1 if backward."""
+    speed: see :attr:`Order.pass_numbers`."""
     stages, never = order.stages, inf
     stage_of = [order.stage_of(row) for row in range(order.rows)]
     rows_on_node = Counter(d.node)
@@ -209,16 +210,19 @@ def row_end_times(
     nics = [[d.node[row] * networks + wire for row in range(order.rows)] for wire in d.wire]  # by edge, then row
     send_free, receive_free = ([0.0] * ((max(d.node) + 1) * networks) for _ in range(2))  # times, by NIC
     # Arrival times of the input of each pass: the first stage forward and the last stage backward need none.
-    arrival = [[never if s else 0.0, never if s < stages - 1 else 0.0] * order.micro_batches for s in range(stages)]
+    count, weights = order.micro_batches, 2 * order.micro_batches  # weights: the number of the first weight pass
+    arrival = [[never if s else 0.0, never if s < stages - 1 else 0.0] * count + [0.0] * count for s in range(stages)]
     first_rows = [order.row(s, 0) for s in range(stages)]
     row_of = [[first + replica for replica in route] for first, route in zip(first_rows, order.routes, strict=True)]
     sequences = order.pass_numbers
-    first_passes, last_passes = [row[0] for row in sequences], [row[-1] for row in sequences]
+    first_passes = [row[0] for row in sequences]
+    last_passes = [next(number for number in reversed(row) if number < weights) for row in sequences]
     remaining, now, is_round_robin = [iter(row) for row in sequences], [0.0] * order.rows, order.is_round_robin
     next_number = [next(row) for row in remaining]
     forward, backward, down, up = d.forward, d.backward, d.down, d.up
-    compute_s = (len(row) / 2 * (forward[s] + backward[s]) for row, s in zip(sequences, stage_of, strict=True))
-    may_wait_s = [max_s - seconds for seconds in compute_s]
+    weight = d.weight or (0.0,) * stages
+    pass_s = [sum(times) for times in zip(forward, backward, weight, strict=True)]
+    may_wait_s = [max_s - len(order.micro_batches_of(row)) * pass_s[s] for row, s in enumerate(stage_of)]
     first_inputs: list[dict[int, float]] = [{} for _ in range(stages)]  # arrival at each row's first pass, by stage
     queue: list[tuple[float, int]] = []  # (start of the row's next pass, row)
 
@@ -243,8 +247,9 @@ def row_end_times(
         s, number = stage_of[row], next_number[row]
         next_number[row] = following = next(remaining[row], -1)
         is_backward, micro_batch = number & 1, number >> 1
-        end = now[row] = start + (backward[s] if is_backward else forward[s])
-        target_stage, sent = s - 1 if is_backward else s + 1, None
+        is_weight, sent = number >= weights, None
+        end = now[row] = start + (weight[s] if is_weight else backward[s] if is_backward else forward[s])
+        target_stage = stages if is_weight else s - 1 if is_backward else s + 1
         if 0 <= target_stage < stages:
             target, edge = row_of[target_stage][micro_batch], target_stage if is_backward else s
             busy, delay = up[edge] if is_backward else down[edge]
@@ -264,7 +269,8 @@ def row_end_times(
             elif next_number[target] == number:
                 heappush(queue, (arrived if arrived > now[target] else now[target], target))
         if passes is not None:
-            passes.append(TimedPass(row, not is_backward, micro_batch, start, end, sent))
+            micro_batch = number - weights if is_weight else micro_batch
+            passes.append(TimedPass(row, COMPUTING[2 if is_weight else is_backward], micro_batch, start, end, sent))
         if following >= 0 and (arrived := arrival[s][following]) != never:
             heappush(queue, (arrived if arrived > end else end, row))
     return [end if number < 0 else never for number, end in zip(next_number, now, strict=True)]

@@ -15,7 +15,7 @@ from holmes_hpc.planning.cost.layout import PLAN_FIELDS, Layout
 from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout, slowest_parts
 from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
-from holmes_hpc.planning.schedule.kinds import SCHEDULES, megatron_kind, schedule_kind
+from holmes_hpc.planning.schedule.kinds import SPLIT, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
@@ -161,8 +161,7 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
 def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions, costs: Costs) -> Plan:
     """Return the plan of one user-fixed layout without a search; `options` must set tp, pp and dp. Other options
     default to layers as equal as possible, Megatron-Core's schedule and no recomputation, with pools in the order of
-    the option `nodes`, or else of the site file. If the layout does not fit in memory, the plan has a note that says
-    so."""
+    the option `nodes`, or else of the site file. If the layout does not fit in memory, a note of the plan says so."""
     PlanError.refuse("layout", *((not getattr(options, n), f"{n} is missing", f"give {n}") for n in ("tp", "pp", "dp")))
     site = costs.calibration.with_measured_links(searched_site(site, options))
     problem = Problem(model, batch, site, options, costs)
@@ -215,7 +214,7 @@ def _fixed_candidate(problem: Problem) -> Candidate | None:
 
 def search(problem: Problem, clock: Clock) -> list[Candidate]:
     """Return the candidates with uniform layouts, from best to worst."""
-    model, batch, _, options, costs = problem
+    options, costs = problem.options, problem.costs
     space, evaluator = Space(problem), Evaluator(problem)
     placements = space.placements()
     if not placements:
@@ -232,13 +231,10 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
         choices.append(replace(options, distributed_optimizer=False))
         reason = "the optimizer is not sharded, so no parameters are gathered"
         candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
-    # Weight passes have not been timed on GPUs yet, so the search tries them only with emulated compute.
-    can_split = batch.cp == 1 and not model.experts.count
-    if options.schedule == "auto" and options.transport == "holmes" and costs.pace_layer_ms and can_split:
-        kind = next(kind for kind in SCHEDULES.values() if kind.splits)
-        reason = f"weight gradients fill waits ({kind.option_name})"
+    if problem.tries_weight_passes:
+        reason = f"weight gradients fill waits ({SPLIT.option_name})"
         for choice in choices:
-            candidates = _with_faster(evaluator, candidates, replace(choice, schedule=kind.name), reason, clock)
+            candidates = _with_faster(evaluator, candidates, replace(choice, schedule=SPLIT.name), reason, clock)
     return candidates
 
 
@@ -250,8 +246,7 @@ def _with_faster(
     changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
-    has_weight_passes = any(kind.splits for kind in SCHEDULES.values() if kind.name == options.schedule)
-    near = FAR if has_weight_passes else NEAR  # weight passes gain most when refined
+    near = FAR if options.schedule == SPLIT.name else NEAR  # weight passes gain most when refined
     for placement in dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]):
         has_nothing_to_shard = options.distributed_optimizer is False and placement.dp == 1
         has_no_waits = adds_weight_passes and placement.pp == 1

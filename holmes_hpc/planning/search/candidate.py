@@ -308,11 +308,10 @@ class Evaluator:
         return simpler if simpler.seconds < best.seconds else best
 
     def _deferring(self, candidate: Candidate) -> Iterator[Candidate]:
-        """Yield the candidate with 0, 1, 2, … deferred weight passes in all stages, and with the balanced layers that
-        fit in memory beside them."""
+        """Yield the candidate with 0, 1, 2, … deferred weight passes in all stages, and balanced layers that fit."""
         _, deep = next(self._depths(candidate, extra_depth(candidate.layout, candidate.layers)))
         schedule = deep.schedule
-        for lag, final in _changes(candidate.layout.order):
+        for lag, final in weight_pass_numbers(candidate.layout.order):
             deferred, last = (lag,) * len(schedule.in_flight), (final,) * len(schedule.in_flight)
             layout = candidate.layout.with_settings(schedule_of(schedule.kind, schedule.in_flight, deferred, last))
             splitter = LayerSplitter(layout, self.options.max_memory_gib)
@@ -323,7 +322,7 @@ class Evaluator:
         """Return the candidate with the best layers, passes in flight, bucket size and weight passes. Each round
         changes the weight passes of all stages alike, then of one stage (of many: one component) at a time."""
         order, start_s = candidate.layout.order, inf
-        sizes, changes = self._bucket_sizes(candidate.layout), _changes(order)
+        sizes, changes = self._bucket_sizes(candidate.layout), weight_pass_numbers(order)
         stages, are_few = range(order.stages), order.stages <= FEW_STAGES
         parts = [(s,) for s in stages] if are_few else [c.stages for c in candidate.layout.components]
         while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
@@ -357,8 +356,7 @@ class Evaluator:
 
     def _refine_layers_and_depth(self, candidate: Candidate) -> Candidate:
         """Return the candidate with the best layers and passes in flight. More passes than hide the transfers let
-        earlier stages run ahead. A stage with long gradient traffic can then have fewer layers, so that it starts late
-        and ends early."""
+        earlier stages run ahead. A stage with long gradient traffic can then have fewer layers, and end early."""
         best = candidate = self._refine_layers(candidate)
         if not may_front_load(candidate.layout):
             return candidate
@@ -387,7 +385,7 @@ class Evaluator:
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
 
 
-def _changes(order: Order) -> list[tuple[int, int]]:
+def weight_pass_numbers(order: Order) -> list[tuple[int, int]]:
     """Return the pairs (deferred, final) of a stage's :class:`Schedule` to try."""
     lags = sorted({min(lag, order.micro_batches) for lag in LAGS})
     return [(lag, final) for lag in lags for final in sorted({1, max(1, lag)})]

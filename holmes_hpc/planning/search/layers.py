@@ -111,8 +111,7 @@ class LayerSplitter:
 
     def balanced(self) -> tuple[np.ndarray, bool]:
         """Return (layers that minimize the busy time of the busiest stage; whether a stage has as many layers as fit).
-        Sorting gives the same result as adding each layer in turn to the stage with the shortest busy time after the
-        addition."""
+        Sorting gives the same result as adding each layer in turn to the stage that is then the least busy."""
         counts = self.least.copy()
         with_one, with_two = _busy_s(self._times, self.micro_batches)
         per_layer = (with_two - with_one) / self.chunks
@@ -263,13 +262,13 @@ def round_trips_s(layout: Layout) -> list[float]:
     return [sum(down) + sum(up) for down, up in zip(times.down, times.up, strict=True)]
 
 
-@memoised("bucket_bytes")
+@memoised("bucket_bytes", "split_schedule")
 def busy_seconds(layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     """Return (busy seconds of each stage in a step, seconds by which each stage delays the next), (layers, S) each. Row
     n - 1 is for n layers in the stage, on its replica with most micro-batches."""
     order, d = layout.order, timing(layout, layout.all_layers).replicas[0]
     shares = np.array([len(order.micro_batches_of(order.row(s, 0))) for s in range(order.stages)])
-    forward, backward, ready, tail = (part[:, :, 0] for part in (d.forward, d.backward, d.ready, d.tail))
+    forward, backward, ready, tail = (p[:, :, 0] for p in (d.forward, d.backward + d.weight, d.ready, d.tail))
     return shares * (forward + backward) + ready + tail, forward + backward + ready
 
 

@@ -40,6 +40,7 @@ MAX_STAGES = 16  # the most stages of a pipeline
 # Plan options with the values under which pools may share the micro-batches of a step.
 _FREE_VALUES = {name: values for name, values in FREE_VALUES.items() if name not in ("dp", "pool_order", "partition")}
 _FREE_VALUES |= {"strategy": ("auto", "hierarchical-dp"), "unequal": ("auto", "true")}
+_FREE_VALUES["schedule"] = ("auto", PER_STAGE.name)
 
 
 def best_shared_steps(problem: Problem, clock: Clock | None = None) -> Solution | None:

@@ -4,7 +4,7 @@ The most promising shapes (stage_shapes.py) are simulated. For the best shapes, 
 then change one at a time, as long as the simulated step gets shorter.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, permutations
@@ -23,9 +23,9 @@ from holmes_hpc.planning.cost.memory import fits
 from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, stage_parallel
 from holmes_hpc.planning.plan.plan import Component
-from holmes_hpc.planning.schedule.kinds import PER_STAGE
+from holmes_hpc.planning.schedule.kinds import PER_STAGE, SCHEDULES, SPLIT
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.candidate import BUCKETS
+from holmes_hpc.planning.search.candidate import BUCKETS, weight_pass_numbers
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.layers import (
     balanced_layers,
@@ -52,6 +52,8 @@ NEAR = 1.12  # neighbours of variants up to this many times as slow as the best 
 SHAPES, NEIGHBOURS, REFINEMENT = 300_000, 600_000, 600_000
 MORE_NEIGHBOURS, MORE_REFINEMENT = 4, 20  # ratios of these passes on small sites to those on large sites
 ROUNDS = ((None, 6), (16, 40))  # (the best variants to refine, None: all near the best; the most simulations of each)
+SPLIT_ROUNDS = ((16, 60),)  # the same with weight passes
+MIN_SPLIT_GAIN = 0.01  # weight passes must gain at least this share of a step, unless the user chose them
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -60,7 +62,7 @@ FREE_VALUES: dict[str, tuple[Any, ...]] = {
     "layers_per_stage": (None,),
     "pool_order": (None,),
     "partition": ("exact",),
-    "schedule": ("auto", PER_STAGE.name),
+    "schedule": ("auto", *(name for name, kind in SCHEDULES.items() if kind.per_stage)),
     "virtual_stages": (None, 1),
     "strategy": ("auto", "pipeline"),
     "transport": ("holmes",),
@@ -117,9 +119,10 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
 
     A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. The set of pools
     that the best variant uses is then searched again, up to MAX_SEARCHED_AGAIN times: the number of passes to simulate
-    is limited, so a search on fewer pools tries more shapes. The list is empty if no shape that fits in memory promises
-    a step below `max_s` seconds."""
-    memo, site = Memo(), problem.site
+    is limited, so a search on fewer pools tries more shapes. Weight passes come last. The list is empty if no shape
+    that fits promises a step below `max_s` seconds."""
+    memo, site, splits = Memo(), problem.site, problem.options.schedule == SPLIT.name or problem.tries_weight_passes
+    max_s *= NEAR if splits else 1
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
     neighbours = NEIGHBOURS * (1 if is_large else MORE_NEIGHBOURS)
     found, used, searched = list[Variant](), frozenset(pool.name for pool in site.pools), set[frozenset[str]]()
@@ -135,7 +138,23 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
             break
         used = min(near, key=lambda v: v.seconds).pools
     found = [*{v.key: v for v in sorted(found, key=lambda v: v.seconds)}.values()]
-    return _refine_all(found, problem.options, clock, REFINEMENT * (1 if is_large else MORE_REFINEMENT))
+    max_passes = REFINEMENT * (1 if is_large else MORE_REFINEMENT)
+    refined = _refine_all(found, problem.options, clock, max_passes)
+    if not splits:
+        return refined
+    split = _refine_all(
+        [*map(_with_weight_passes, refined[: SPLIT_ROUNDS[0][0]])], problem.options, clock, max_passes, SPLIT_ROUNDS
+    )
+    if problem.options.schedule != "auto":
+        return split
+    return [v for v in split if v.seconds < refined[0].seconds * (1 - MIN_SPLIT_GAIN)] + refined
+
+
+def _with_weight_passes(variant: Variant) -> Variant:
+    """Return the variant with weight passes (zero_bubble), none of which is deferred."""
+    in_flight = variant.layout.schedule.in_flight
+    schedule = schedule_of(SPLIT.name, in_flight, (0,) * len(in_flight), (1,) * len(in_flight))
+    return timed(replace(variant, layout=variant.layout.with_settings(schedule)))
 
 
 def _search(
@@ -209,14 +228,16 @@ def _search(
     return simulated
 
 
-def _refine_all(candidates: list[Variant], options: PlanOptions, clock: Clock, max_passes: int) -> list[Variant]:
+def _refine_all(
+    candidates: list[Variant], options: PlanOptions, clock: Clock, max_passes: int, rounds: Sequence[Any] = ROUNDS
+) -> list[Variant]:
     """Return the candidates and refined versions of the candidates near the best, the shortest step first.
 
     The best candidate on each set of pools is refined before all other candidates, and the best of all are refined
     again, with more simulations. `max_passes`: the most passes to simulate in each round."""
     first_on_pools = {v.layout.transport_rule.pools: v for v in reversed(candidates)}
     refined = sorted(candidates, key=lambda v: first_on_pools[v.layout.transport_rule.pools] is not v)
-    for variants_of_round, simulations in ROUNDS:
+    for variants_of_round, simulations in rounds:
         passes_left, changed = max_passes, list[Variant]()
         for variant in refined[:variants_of_round]:
             if passes_left <= 0 or clock.is_over():
@@ -263,14 +284,14 @@ def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
     order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
     extras = tuple(hiding + extra * (s < pp - 1) for s, hiding in enumerate(_hiding_depths(layout, layers)))
     micro_batches = [len(order.micro_batches_of(order.row(s, 0))) for s in range(pp)]
-    in_flight = tuple(map(min, least_in_flight(dps, extras), micro_batches))
-    return layout.with_settings(schedule_of(PER_STAGE.name, in_flight))
+    in_flight, s = tuple(map(min, least_in_flight(dps, extras), micro_batches)), layout.schedule
+    return layout.with_settings(schedule_of(s.kind, in_flight, s.deferred, s.final))
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
     """Return, per stage, the extra passes in flight that hide the transfers to the next stage and back."""
     d, sizes = timing(layout, layers).replicas[0], layout.parallel.stages
-    compute_s = (d.forward + d.backward)[0, :, 0].tolist()
+    compute_s = (d.forward + d.backward + d.weight)[0, :, 0].tolist()
     slowest_s = max(seconds / stage.dp for seconds, stage in zip(compute_s, sizes, strict=True))  # per micro-batch
     transfers_s = round_trips_s(layout)
     return (*(ceil(s / (slowest_s * stage.dp) - 1e-3) for s, stage in zip(transfers_s, sizes, strict=False)), 0)
@@ -314,6 +335,7 @@ def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant,
     while (
         apply_first(_bucket_changes(best, options), 1e-4)
         or apply_first(_depth_changes(best, options), 1e-3)
+        or apply_first(_weight_changes(best, options), 1e-3)
         or apply_first(_layer_moves(best, options), 1e-5)
     ):
         pass
@@ -335,6 +357,15 @@ def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str,
         deeper = _deepen(variant.layout, variant.layers, extra)
         if deeper.schedule != variant.layout.schedule and fits(deeper, variant.layers, options.max_memory_gib)[0]:
             yield {"layout": deeper}
+
+
+def _weight_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
+    """Yield changes to other numbers of deferred weight passes that fit in memory, in all stages alike."""
+    s, pp = variant.layout.schedule, variant.layout.parallel.pp
+    for lag, final in weight_pass_numbers(variant.layout.order) if s.deferred else ():
+        layout = variant.layout.with_settings(schedule_of(s.kind, s.in_flight, (lag,) * pp, (final,) * pp))
+        if layout.schedule != s and fits(layout, variant.layers, options.max_memory_gib)[0]:
+            yield {"layout": layout}
 
 
 def _exposed_s(layout: Layout, layers: np.ndarray) -> float:

@@ -59,8 +59,7 @@ def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
 
 def _shortest(counts: np.ndarray, seconds: np.ndarray) -> list[int]:
     """Return the indices of the placements to keep, the shortest estimate first: the best of all, and the best on each
-    single pool, each pair of pools and all pools. `counts`: the stages of each pool, (placements, P). `seconds`: the
-    estimates."""
+    single pool, each pair of pools and all pools. `counts`: the stages of each pool, (placements, P)."""
     order, used, pool_count = np.argsort(seconds, kind="stable"), counts > 0, counts.shape[1]
     selected = [order[:MAX_PLACEMENTS]]
     choices = (used @ (1 << np.arange(pool_count)))[order]  # the pools of each placement, one bit per pool
@@ -78,8 +77,7 @@ def _filled(
     """Return the placements within `limit` as (stages of each pool, (placements, P); tau, (placements,)). If a choice
     of pools has few combinations of stage counts, all are tried. Otherwise, for each tau, the pools are filled with
     stages that take at most tau, the fastest pool first. This is repeated with each pool of the choice as the last one,
-    which need not be full. `maxima`: the most stages of each pool. `units`: the fewest stages of each pool that fill
-    whole nodes."""
+    which need not be full. `maxima`: the most stages of each pool. `units`: the fewest that fill whole nodes."""
     all_counts, all_taus, pool_count = [np.zeros((0, len(maxima)), dtype=int)], [np.zeros(0)], len(maxima)
     layers_per_s, micro_batches = (maxima / costs.layer_s).tolist(), costs.micro_batches // dp
     for choice, names in costs.pool_choices:

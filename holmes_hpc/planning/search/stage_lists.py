@@ -1,7 +1,6 @@
 """Lists of stages, each stage as (index of its pool, nodes, TP): their orders, and lists one change away.
 
-A table holds how many layers the stages on one pool can compute in a given time, by dynamic programming over the
-pool's nodes.
+A table holds how many layers the stages on one pool can compute in a given time, by dynamic programming over nodes.
 """
 
 from collections import Counter

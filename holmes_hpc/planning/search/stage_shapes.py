@@ -94,8 +94,7 @@ def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
     """Return the shapes whose estimated step takes at most `max_s` seconds: three groups, each with the shortest first.
 
     The first group has the best shape on each set of pools, because an estimate ignores much of what a set costs. The
-    second has the best few shapes with one TP for all stages, because estimates of unequal TPs are too short. The third
-    has all other shapes."""
+    second has the best few with one TP for all stages (estimates of unequal TPs are too short), the third the rest."""
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
     available = available_pools(problem.site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
@@ -221,8 +220,7 @@ class _ShapeEstimator:
         return [Shape(self.batch.micro_size, self.recompute, s, seconds, self) for s, seconds in pairs if seconds < inf]
 
     def _pool_choices(self) -> list[tuple[int, ...]]:
-        """Return the choices of pools to search: all, and the most promising pools, fabrics and pairs of pools or
-        fabrics."""
+        """Return the choices of pools to search: all, the most promising pools and fabrics, and pairs of either."""
         indices = tuple(range(len(self.available)))
         if any(a.is_fixed for a in self.available):
             return [indices]

@@ -63,8 +63,7 @@ def option_name(key: str, where: str) -> str:
 class ComponentRequest:
     """A request for one component of a job. A field that is None leaves the value to Slurm.
 
-    `exclusive`: True, or a value such as ``user``. `mem`: in Slurm's format (``8GB``). `additional`: other sbatch
-    options of this component.
+    `exclusive`: True, or a value such as ``user``. `mem`: in Slurm's format (``8GB``). `additional`: sbatch options.
 
     Settings of its tasks, for sites whose partitions differ: `container` (image; None: the job's; empty: none),
     `mounts` (``HOST:CONTAINER``), `environment` (variables), `setup` (shell lines that each task runs before the

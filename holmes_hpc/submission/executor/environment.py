@@ -2,8 +2,7 @@
 
 In a step over several components, some of Slurm's variables are wrong for a task: SLURM_JOB_PARTITION and
 SLURM_NTASKS_PER_NODE describe the last component. Others are correct: SLURM_PROCID, SLURM_NTASKS, SLURM_NODEID,
-SLURM_NNODES (of the whole job), SLURMD_NODENAME, and each component's node list. So a task finds its component by its
-node name.
+SLURM_NNODES (of the whole job), SLURMD_NODENAME, and each component's node list, in which a task looks for its node.
 """
 
 import os

@@ -1,8 +1,7 @@
 """The end of a step that Slurm lost: ``python -m holmes_hpc.submission.lifecycle.lost_step RUN_DIR RANKS SRUN``.
 
 If a slurmstepd is killed, its tasks run to their end, but srun waits for the slurmstepd until the time limit. The batch
-script starts this module beside srun, whose process id is SRUN. GRACE_S after all RANKS ranks have recorded their ends,
-this module kills srun.
+script starts this module beside srun, whose process id is SRUN. It kills srun GRACE_S after all ranks have ended.
 """
 
 import contextlib

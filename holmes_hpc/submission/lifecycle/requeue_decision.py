@@ -31,8 +31,7 @@ def reason_to_stop(run: RunDirectory, state: str, attempt: str, *, slurm_requeue
 
 
 def check_requeued_job(run: RunDirectory, job_id: str, restarts: int) -> int:
-    """Return the exit code for the batch script of a requeued job: 0 if it may continue, else 1. `restarts`: number of
-    restarts so far.
+    """Return the exit code for the batch script of a requeued job: 0 if it may continue, else 1. `restarts`: so far.
 
     Slurm itself requeues a job that it preempted or whose node failed. If nobody recorded the end of the last attempt
     in time, this function records it: as preempted if Slurm's messages say so, otherwise as failed."""

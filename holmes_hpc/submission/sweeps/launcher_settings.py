@@ -29,8 +29,7 @@ class SlurmLauncherConf(SlurmQueueConf):
     components: list[Any] | None = None
     # submit, write sweep.json and return; `holmes sweep status DIR` shows the jobs
     detach: bool = False
-    # reuse jobs of an earlier launch into this directory: true, false, ask; null: true with Hydra's basic sweeper,
-    # false with any other
+    # reuse jobs of an earlier launch into this directory: true, false, ask; null: only with Hydra's basic sweeper
     reuse: Any = None
     container: str | None = None
     dependency: str | None = None

@@ -1,7 +1,6 @@
 """The jobs that a launch is to submit, and the reuse of jobs of earlier launches into the same sweep directory.
 
-By default, an earlier job is reused only if its configuration and program are the same. If a launch repeats a job,
-every copy runs.
+By default, an earlier job is reused only if its configuration and program are the same. Repeated jobs all run.
 """
 
 import hashlib

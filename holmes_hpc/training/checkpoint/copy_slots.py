@@ -147,8 +147,7 @@ class Part(NamedTuple):
 
 
 def moves(key: Key, rows: Sequence[Row]) -> dict[tuple[int, int], list[Part]] | None:
-    """Return {(source rank, target rank): parts to send}; None if the copy `key` lacks an element. A rank takes what it
-    holds itself from there."""
+    """Return {(source rank, target rank): parts to send}; None if the copy `key` lacks an element."""
     held, found = defaultdict[str, list[tuple[int, Entry]]](list), defaultdict[tuple[int, int], list[Part]](list)
     for rank, row in enumerate(rows):
         for entry in row.held.get(key, ()):

@@ -59,8 +59,7 @@ class ExportSummary:
 @dataclass(frozen=True)
 class ExportSource:
     """The weights to export and their metadata. `config_folder`: a folder that may have Hugging Face's config and
-    tokenizer; `step`: after which a run saved them; `eod`: the end-of-document token; `tokenizer`: the path of the
-    run's tokenizer.json."""
+    tokenizer; `step`: after which a run saved them; `eod`: end of document; `tokenizer`: path of tokenizer.json."""
 
     state: State
     model: ModelSpec

@@ -22,8 +22,7 @@ SHARDED, UNSHARDED = "optimizer.state.param.", "optimizer.state.fp32_param."  # 
 
 def tensors_to_load(state: dict[Any, Any], fp32: bool) -> dict[str, Any]:
     """Return the tensors of `state`, a sharded state dict, under the keys that the other kind of optimizer saves.
-    `fp32`: whether the model's weights are fp32. An unsharded optimizer then has saved no fp32 copies, so :func:`fill`
-    uses the model's weights."""
+    `fp32`: whether the model's weights are fp32. An unsharded optimizer then has saved no copies (:func:`fill`)."""
     tensors = {}
     for i, (_, _, tensor) in enumerate(_tensors(state)):
         if tensor.key.startswith(UNSHARDED):

@@ -1,7 +1,6 @@
 """Safe loading of a checkpoint's pickles: untrusted input must not execute code.
 
-Checksums do not help, since whoever writes a checkpoint also writes its checksums. A checkpoint has three kinds of
-pickles:
+Checksums do not help: whoever writes a checkpoint writes them, too. A checkpoint has three kinds of pickles:
 
 * ``.metadata``, the index of the tensors, which PyTorch loads without restriction;
 * ``common.pt`` and small objects beside the weights, which PyTorch restricts only if its caller asks for that;

@@ -40,8 +40,7 @@ class Extent:
 
 
 def extents(path: str, max_bytes: int) -> list[Extent]:
-    """Split a file into extents of at most `max_bytes`; a compressed or Parquet file is one extent. Raise DataError if
-    it cannot be read."""
+    """Split a file into extents of at most `max_bytes`, unless compressed or Parquet. DataError if it is unreadable."""
     with DataError.instead_of(OSError, where=path, hint="give readable text files"), open_file(path) as f:
         stat, head = Path(path).stat(), f.read(8)
     size, changed_ns = stat.st_size, stat.st_mtime_ns

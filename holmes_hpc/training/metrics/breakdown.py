@@ -7,8 +7,7 @@ run uses the host's clock. A CUDA run records a CUDA event whenever the part cha
 step. Its times are therefore those of the device.
 
 A :class:`Trace` writes trace/rank-N.jsonl. A line has step, stage and the fields of :class:`TraceEvent`, with
-times in seconds since the epoch. The planner's simulated timeline has the same keys. Only eager 1F1B has waits and
-transfers.
+times in seconds since the epoch, and the keys of the simulated timeline. Only eager 1F1B has waits and transfers.
 """
 
 import json

@@ -176,8 +176,7 @@ def _sample_name(name: str, *labels: Any) -> str:
 
 
 def serve(port: int, get_text: Callable[[], str]) -> None:
-    """Serve the text of `get_text` on all addresses of this node, on threads that end with the process. Raise OSError
-    if the port is in use."""
+    """Serve the text of `get_text` on all addresses of this node, on daemon threads. OSError if the port is in use."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = 10  # seconds for each read from or write to the connection

@@ -1,7 +1,6 @@
 """The check that replicas of a weight are equal bit for bit, at the start and after every resume.
 
-Replicas that differ stay different, because all receive the same updates. Nothing else reveals the difference, because
-the loss still falls.
+Replicas that differ stay different, because all receive the same updates. Nothing else reveals it: the loss falls.
 """
 
 from collections import Counter

@@ -4,8 +4,7 @@ PyTorch's TCPStore answers every client that reaches it. The store therefore get
 address, with a socket filter that drops the packets of all clients that are not admitted. An authentication server
 listens on a second port. Each rank first connects to this server. Rank and server prove to each other that they know
 the secret, by HMAC-SHA256 over random numbers and the addresses of both sides. A greeting therefore can be neither
-replayed nor used from another address. The filter then admits the address and port from which this rank is about to
-connect to the store.
+replayed nor used from another address. The filter then admits the address and port from which this rank connects.
 
 TCPStore's client cannot choose its port. In each rank it therefore connects to a proxy in its own process, on the
 loopback interface. The proxy accepts connections of this process only. If the kernel refuses filters, rank and store
@@ -203,8 +202,7 @@ class LoopbackProxy:
     """A server on the loopback interface that forwards connections of its own process, and of no other, to the store.
 
     `connect_store`: returns a connection to the store, or raises OSError; `connected`: such connections for the first
-    clients; `own_port`: the port on which the proxy listens; 0 for any free port. One thread serves all connections as
-    long as the process lives.
+    clients; `own_port`: the port on which the proxy listens; 0 for any free port. One thread serves all connections.
     """
 
     def __init__(

@@ -83,8 +83,7 @@ class FilteredListener:
         self.socket.listen(BACKLOG)  # last, so that no connection precedes the filter
 
     def _has_memory_for(self, admitted: list[tuple[bytes, int]]) -> bool:
-        """Return whether the kernel has memory for two filters of this size. It holds both while one replaces the
-        other."""
+        """Return whether the kernel has memory for two filters of this size: one replaces the other."""
         try:
             for _ in range(2):
                 self.admit(admitted)

@@ -238,8 +238,7 @@ def check_links(
 
 
 def check_placement(plan: Plan, nodes: Sequence[NodeTransports]) -> None:
-    """Raise NetworkError if the ranks of one planned node run on several nodes, or if two planned nodes are the same
-    node."""
+    """Raise NetworkError if the ranks of one planned node run on several nodes, or two planned nodes are the same."""
     node_of, hint = dict[Any, str](), "start the plan's number of tasks on each node"
     for rank, (place, node) in enumerate(zip(plan.places, nodes, strict=True)):
         first_node = node_of.setdefault(place, node.node)

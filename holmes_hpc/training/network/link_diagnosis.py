@@ -36,8 +36,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class NodeInformation:
-    """The data that a node publishes. `nics`: transport kind (``rdma``, ``tcp``) -> Endpoint; `ranks`: its global
-    ranks."""
+    """The data that a node publishes. `nics`: transport kind (``rdma``, ``tcp``) -> Endpoint; `ranks`: global ranks."""
 
     node: str
     fabric: str
@@ -183,8 +182,7 @@ def _find_unusual_names(infos: Sequence[NodeInformation]) -> list[Finding]:
 
 
 def find_unreachable(infos: Sequence[NodeInformation], reports: Iterable[LinkReport]) -> list[Finding]:
-    """Return findings that explain failed connections: a fabric in two parts, a node with several failures, or single
-    pairs of nodes."""
+    """Return findings that explain failed connections: a divided fabric, a node with several failures, or pairs."""
     by_node = {info.node: info for info in infos}
     failed: dict[str, dict[frozenset[str], tuple[NodeLink, str]]] = {}
     for report in reports:
@@ -299,8 +297,7 @@ def _ends(link: NodeLink) -> tuple[tuple[str, str], tuple[str, str]]:
 
 
 def _score(nic: tuple[str, str], links: Iterable[NodeLink], slow: set[NodeLink], grades: Mapping[NodeLink, str]) -> int:
-    """Return how well a NIC explains slow links: two points for each of its links in `slow`, minus one for each of
-    its good links."""
+    """Return how well a NIC explains slow links: two points for each of these, minus one for each good link."""
     return sum(2 if link in slow else -(grades[link] == "ok") for link in links if nic in _ends(link))
 
 
@@ -320,8 +317,7 @@ def _slow_nic(node: str, worst: NodeLink, gbps: float, level: str, infos: Mappin
 
 
 def slow_link(link: NodeLink, gbps: float, declared: float, level: str, nics: Sequence[Endpoint]) -> Finding:
-    """Return the finding for a link that carries `gbps` of the `declared` rate. `nics`: the sender's NIC
-    and the receiver's."""
+    """Return the finding for a link that carries `gbps` of the `declared` rate. `nics`: sender's, receiver's."""
     a, b = nics
     where = f"nodes {' and '.join(sorted((link.sender, link.receiver)))}"
     ends = f"{a.text} of {link.sender} to {b.text} of {link.receiver}"

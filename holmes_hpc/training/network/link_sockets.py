@@ -26,8 +26,7 @@ MAX_SAMPLE_S = 5.0
 
 @dataclass(frozen=True)
 class Reply:
-    """A peer's answer. `skew_s`: its clock minus this node's, in seconds; `failure`: why there is no valid answer,
-    "" if there is one."""
+    """A peer's answer. `skew_s`: its clock minus this node's, in seconds; `failure`: why it is not valid, or ""."""
 
     skew_s: float = 0.0
     failure: str = ""

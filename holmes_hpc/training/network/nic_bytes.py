@@ -45,8 +45,7 @@ class Connection(NamedTuple):
 
 
 def read_counters(sysfs: Path = Path("/sys")) -> Counters:
-    """Return the counters of all NICs since boot: interface name, or ``device:port`` of an RDMA port -> bytes (sent,
-    received).
+    """Return the counters of all NICs since boot: interface, or ``device:port`` of RDMA -> bytes (sent, received).
 
     NICs that cannot be read are omitted. Interfaces count the kernel's traffic. RDMA ports count RDMA traffic and the
     traffic of IPoIB, which the IPoIB interface counts too.
@@ -141,8 +140,7 @@ class Traffic:
 
     def take(self) -> tuple[float, ...]:
         """Return seven byte counts since the last call: Ethernet sent and received; RDMA sent and received; sent over
-        NICs outside the plan; sent by this rank's own TCP connections from addresses of Ethernet NICs, and from
-        addresses of RDMA NICs."""
+        NICs outside the plan; sent by this rank's own TCP connections from addresses of Ethernet NICs, of RDMA NICs."""
         previous, self._tcp = self._tcp, {} if self.one_host else _connections()
         self.connections = [
             c._replace(bytes=c.bytes - old.bytes, busy_s=c.busy_s - old.busy_s)
@@ -175,8 +173,7 @@ class Traffic:
 class NicLog:
     """The file ``nics/NODE.jsonl`` of the run: the bytes of every NIC of this node, one line per step.
 
-    The node's first rank collects the lines and writes them at most once a second, so that a shared file system gets
-    few small writes.
+    The node's first rank writes the lines at most once a second, so that a shared file system gets few small writes.
     """
 
     def __init__(self, folder: Path, node: str, attempt: int) -> None:
@@ -226,8 +223,7 @@ def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:
 
 
 def sample_pairs(plan: Plan) -> dict[str, tuple[int, int]]:
-    """Return two ranks for each network of the plan: fabric name or ``ethernet`` -> ranks on different nodes that
-    reach each other over it."""
+    """Return for each network of the plan, a fabric name or ``ethernet``, two ranks on different nodes of it."""
     pairs: dict[str, tuple[int, int]] = {}
     for group in plan.transports():
         if group.kind in ("edge", "dp", "intra_dp", "inter_dp") and group.transport.kind != "local":

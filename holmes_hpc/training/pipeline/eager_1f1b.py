@@ -89,8 +89,7 @@ def run_eager_1f1b(
 
     Bind `order` (the plan's), `tracer` and `weights` (see :func:`weight_gradients`) with ``functools.partial``. With
     per-stage TP/DP, `num_microbatches` counts the micro-batches of all replicas. The loss is divided by this number,
-    and gradients are summed over all ranks with the same parameters. Otherwise `num_microbatches` replaces the number
-    in `order`."""
+    and gradients are summed over all ranks with the same parameters. Otherwise it replaces the number in `order`."""
     models = model if isinstance(model, list) else [model]
     data = data_iterator if isinstance(data_iterator, list) else [data_iterator] * len(models)
     config, edges = get_model_config(models[0]), p2p_communicator

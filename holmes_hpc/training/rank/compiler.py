@@ -20,8 +20,7 @@ _is_disabled = False
 def delayed() -> Iterator[None]:
     """Delay ``torch.compile`` in the ``with`` block, in which Megatron-Core is imported.
 
-    Megatron-Core's functions are then compiled at their first call. They stay uncompiled if this process trains on its
-    CPU or has no C compiler.
+    Megatron-Core's functions are then compiled at their first call, but not on a CPU or without a C compiler.
     """
     compiler = torch.compile
 

@@ -225,8 +225,7 @@ def stream_count(plan: Plan, rank: int) -> int:
     """Return the number of CUDA streams of `rank`.
 
     One stream computes. Each edge of this rank has one stream per direction and communicator. TP, CP and DP have one
-    each if larger than 1. Several optimizer instances add two. The gradient norm, the tied embedding and WORLD add one
-    each.
+    each if larger than 1. Several optimizer instances add two; gradient norm, tied embedding and WORLD add one each.
     """
     p, stage = plan.parallel, plan.parallel.coordinates(rank)[0]
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]

@@ -22,8 +22,7 @@ class Launch:
 
     `launcher`: what started it ("srun", "torchrun", "local" or "one process"); `key`: identifies this start of the run,
     equal on all ranks and new after a requeue; `one_host`: all ranks run on this machine; `components`: the job's
-    components that contain this node, empty if the job has only one; `address`, `port`: where torchrun's store listens,
-    None without torchrun.
+    components that contain this node, empty if the job has only one; `address`, `port`: of torchrun's store, or None.
     """
 
     rank: int

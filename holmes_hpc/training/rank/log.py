@@ -41,8 +41,7 @@ class RankLog:
     """The file logs/rank-N.txt with everything that this rank prints.
 
     If the launcher (srun, submitit) already redirects the rank's output to this file, the streams stay unchanged.
-    Otherwise rank 0 prints to both its terminal and the file. Other ranks print standard error to both, but standard
-    output only to the file.
+    Otherwise rank 0 prints to both its terminal and the file. Other ranks print only standard error to both.
     """
 
     def __init__(self, run: RunDirectory, launch: Launch) -> None:

@@ -21,8 +21,7 @@ class Stragglers:
 
     Ranks of one stage do the same work and are compared directly. With DP 1, stages with equal GPUs are compared by
     time per layer. `stages`: each stage's ranks; `nodes`: each rank's node; `work`: each stage's work in layers;
-    `gpus`: each stage's GPU. `work` and `gpus` come from :func:`work_of_stages`. If they are empty, only ranks of one
-    stage are compared.
+    `gpus`: each stage's GPU. If `work` and `gpus` (:func:`work_of_stages`) are empty, stages are not compared.
     """
 
     def __init__(
@@ -69,8 +68,7 @@ class Stragglers:
 
 
 def work_of_stages(plan: Plan, factors: Mapping[str, float] | None) -> tuple[list[float], list[Any]]:
-    """Return each stage's work in layers and its GPU, for :class:`Stragglers`; empty lists if a stage has DP
-    above 1 or no layers.
+    """Return each stage's work in layers and its GPU; empty lists if a stage has DP above 1 or no layers.
 
     The head and a first dense layer count as their FLOPs divided by those of another layer. With emulated compute,
     every layer counts one, and the last stage has no GPU in common with others, because its head is not emulated.

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from math import inf
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holmes_hpc.errors import PlanError
-from holmes_hpc.planning.schedule.kinds import Pass, StageTransfer
+from holmes_hpc.planning.schedule.graph import Durations
+from holmes_hpc.planning.schedule.kinds import COMPUTING, Pass, StageTransfer
 from holmes_hpc.planning.schedule.launches import Post, check_launches, gloo_launches, nccl_launches
 from holmes_hpc.planning.schedule.order import Order, least_in_flight
-from holmes_hpc.planning.schedule.simulation import RowDurations, row_end_times
+from holmes_hpc.planning.schedule.simulation import RowDurations, TimedPass, row_end_times, step_seconds
 
 
 def round_robin(replicas: tuple[int, ...], micro_batches: int, in_flight: tuple[int, ...] = ()) -> Order:
@@ -71,6 +75,26 @@ def test_equal_stages_launch_the_same_as_a_grid(dp: int, stages: int, each: int,
                 ]
                 if launches_of is gloo_launches:
                     assert [_in_grid(launch, dp, per_stage) for launch in row] == expected[stage]
+
+
+@given(st.integers(1, 4), st.integers(4, 12), st.integers(0, 3), st.integers(1, 4), st.floats(0.0, 0.6))
+def test_weight_passes_of_equal_rows_take_as_long_as_in_a_grid(
+    stages: int, count: int, lag: int, final: int, transfer: float
+) -> None:
+    in_flight = tuple(3 * (stages - s) for s in range(stages))
+    weights: dict[str, Any] = {"deferred": (lag,) * stages, "final": (final,) * stages}
+    grid = Order("zero_bubble", stages, count, in_flight=in_flight, **weights)
+    rows = Order.per_stage(((0,) * count,) * stages, in_flight, "zero_bubble", **weights)
+    ones, edges = np.ones((1, stages, 1)), np.full((1, stages), transfer)
+    d = Durations(ones, ones, edges, edges, edges, 0 * ones, 0 * ones, 0 * ones, weight=0.7 * ones)
+    each, links = [1.0] * stages, [(transfer, 0.0)] * (stages - 1)
+    zeros, nodes, wires = [0.0] * stages, range(stages), [0] * (stages - 1)
+    row_times = RowDurations(each, each, zeros, zeros, links, links, nodes, wires, weight=[0.7] * stages)
+    passes = list[TimedPass]()
+    ends = row_end_times(rows, row_times, passes)
+    assert max(ends) == pytest.approx(float(step_seconds(grid, d)[0]))
+    kinds = Counter((p.row, p.kind) for p in passes)
+    assert kinds == {(row, kind): count for row in range(stages) for kind in COMPUTING}
 
 
 def _in_grid(launch: Pass | Post, dp: int, order: Order) -> Pass | Post:

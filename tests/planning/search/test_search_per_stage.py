@@ -17,8 +17,10 @@ from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
+from holmes_hpc.planning.cost.predict import predict
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan_text import explain
+from holmes_hpc.planning.schedule.launches import check_launches
 from holmes_hpc.planning.search import per_stage
 from holmes_hpc.planning.search.best import best_plan
 from holmes_hpc.planning.search.problem import Problem, available_pools, timed
@@ -50,6 +52,19 @@ def test_nodes_unused_by_uniform_layouts_are_used() -> None:
     assert unequal.predicted is not None and uniform.predicted is not None
     assert unequal.predicted.step_time_s < 0.99 * uniform.predicted.step_time_s
     assert unequal.alternatives[0]["parallel"]["dp"] == uniform.parallel.dp
+
+
+def test_weight_passes_shorten_the_steps_of_per_stage_plans() -> None:
+    plans = {
+        name: best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal="true", schedule=name), Costs())
+        for name in ("ahead", "zero_bubble")
+    }
+    assert all(plan.is_per_stage and plan.schedule.kind == name for name, plan in plans.items())
+    eager, split = (plan.predicted for plan in plans.values())
+    assert eager is not None and split is not None and split.step_time_s < 0.98 * eager.step_time_s
+    assert split.step_time_s == pytest.approx(predict(plans["zero_bubble"], Costs()).step_time_s)
+    assert sum(split.memory_bytes_per_gpu) > sum(eager.memory_bytes_per_gpu)  # of deferred weight passes
+    check_launches(plans["zero_bubble"].order)
 
 
 def test_one_fabric_gets_a_uniform_layout() -> None:

@@ -57,6 +57,19 @@ def test_hierarchical_plans_have_the_results_of_1f1b_bit_for_bit(tmp_path: Path)
     assert split.column("loss") == plain.column("loss") and split.column("grad_norm") == plain.column("grad_norm")
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "sizes", thorough.all_but([((1, 2), (1, 1)), ((2, 1), (1, 2)), ((1, 1), (1, 3))], ((2, 1), (1, 2)))
+)
+def test_per_stage_plans_have_the_results_of_1f1b_bit_for_bit(sizes: Any, tmp_path: Path) -> None:
+    plain_plan = spawn.unequal(*sizes, layers=[4, 2])
+    in_flight = plain_plan.schedule.in_flight
+    split_plan = replace(plain_plan, schedule=Schedule("zero_bubble", in_flight, (3, 1), (2, 1)))
+    plain, split = (spawn.train(tmp_path / p.schedule.kind, p, {"train": STEPS}) for p in (plain_plan, split_plan))
+    assert set(plain.codes) == set(split.codes) == {0}, split.output
+    assert split.column("loss") == plain.column("loss") and split.column("grad_norm") == plain.column("grad_norm")
+
+
 def drawn_plans(seed: int) -> tuple[Plan, Plan, dict[str, Any]]:
     """Return plans for 1F1B and for zero bubble of a drawn layout with drawn lags, and training settings."""
     draw = random.Random(seed)
