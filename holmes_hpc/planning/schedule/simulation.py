@@ -247,9 +247,11 @@ def row_end_times(
         s, number = stage_of[row], next_number[row]
         next_number[row] = following = next(remaining[row], -1)
         is_backward, micro_batch = number & 1, number >> 1
-        is_weight, sent = number >= weights, None
-        end = now[row] = start + (weight[s] if is_weight else backward[s] if is_backward else forward[s])
-        target_stage = stages if is_weight else s - 1 if is_backward else s + 1
+        end = now[row] = start + (backward[s] if is_backward else forward[s])
+        target_stage, sent = s - 1 if is_backward else s + 1, None
+        if number >= weights:
+            end, target_stage = start + weight[s], stages
+            now[row] = end
         if 0 <= target_stage < stages:
             target, edge = row_of[target_stage][micro_batch], target_stage if is_backward else s
             busy, delay = up[edge] if is_backward else down[edge]
@@ -269,8 +271,8 @@ def row_end_times(
             elif next_number[target] == number:
                 heappush(queue, (arrived if arrived > now[target] else now[target], target))
         if passes is not None:
-            micro_batch = number - weights if is_weight else micro_batch
-            passes.append(TimedPass(row, COMPUTING[2 if is_weight else is_backward], micro_batch, start, end, sent))
+            kind, micro_batch = (2, number - weights) if number >= weights else (is_backward, micro_batch)
+            passes.append(TimedPass(row, COMPUTING[kind], micro_batch, start, end, sent))
         if following >= 0 and (arrived := arrival[s][following]) != never:
             heappush(queue, (arrived if arrived > end else end, row))
     return [end if number < 0 else never for number, end in zip(next_number, now, strict=True)]

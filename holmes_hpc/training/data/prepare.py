@@ -87,8 +87,7 @@ def prepare(
     `files`: text, JSON lines or Parquet (text_files.py); `tokenizer`: a Hugging Face tokenizer.json, or None for bytes;
     `workers`: the number of processes, by default that of usable CPUs; `force`: replace other data in PREFIX. After an
     interrupted call, a second call with the same arguments continues; after a successful one, it returns immediately.
-    Raise DataError for files that are not text and for an empty corpus, RunFailed for a full disk, ConfigError if
-    PREFIX has other data."""
+    Raise DataError for an empty corpus or no text, RunFailed for a full disk, ConfigError if PREFIX has other data."""
     prefix, report = os.fspath(prefix), progress or (lambda stage, done, total: None)
     if workers is not None and workers < 1:
         raise ConfigError(f"workers is {workers}", where="data prepare", hint="use 1 or more")

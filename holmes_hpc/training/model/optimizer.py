@@ -34,8 +34,7 @@ def wrap(chunks: Sequence[Any], config: Any, plan: Plan, train: TrainConfig) -> 
     ConfigError.refuse(place, (train.grad_dtype not in (None, grad_dtype), problem, hint))
     problem = f"gradients in {grad_dtype} need weights in it, which are in {train.dtype}"
     ConfigError.refuse(place, (grad_dtype not in ("fp32", train.dtype), problem, hint))
-    # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams: on CPUs each bucket
-    # would block the backward pass.
+    # With several optimizer instances, Megatron-Core overlaps reductions only on CUDA streams; on CPUs they block.
     can_overlap = p.can_overlap and (p.optimizer_instances == 1 or next(chunks[0].parameters()).is_cuda)
     # One replica has nothing to reduce, and the hooks on every parameter would delay its kernels.
     replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)

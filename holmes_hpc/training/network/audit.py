@@ -77,8 +77,7 @@ def audit_bytes(
         own = own_bytes.get(node, {})
         for kind, extra in surplus.items():
             # The most bytes that this run's own connections can have sent over the NIC: those from its address, and
-            # those from another NIC's address that the other NIC did not send. A route may lead over another NIC than
-            # the one with the source address.
+            # those from another NIC's address that the other NIC did not send: a route may lead over another NIC.
             rerouted = sum(max(0.0, own[k] - sent.get(k, 0.0)) for k in own if k != kind)
             run_bytes = own.get(kind, 0.0) + rerouted
             is_other_traffic = run_bytes > 0 and sent[kind] - run_bytes > extra / 2
