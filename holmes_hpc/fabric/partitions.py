@@ -132,7 +132,7 @@ def ranked_partitions(
     members: Sequence[SiteNode], everyone: Sequence[SiteNode], options: Sequence[Partition], purest: bool = False
 ) -> dict[Partition, str]:
     """Rank the partitions in `options` for jobs on the nodes `members`. Return {partition: reason}, best first.
-    The reason says why the partition is not the best; it is empty if the partition lacks members of the best.
+    The reason says why the partition is not the best: empty for the best, and if members of the best are missing.
 
     The criteria, in order of importance: most members that one job may use, fewest other nodes, most members, longest
     time limit, highest node limit, highest priority, not the default partition, first by name. With `purest`, the first
