@@ -1,7 +1,6 @@
 """The manual page holmes(1), generated from the help of the commands and of the configuration keys.
 
-``python -m holmes_hpc.cli.man`` writes docs/holmes.1. A test checks that this file is up to date. Wheels install the
-file as share/man/man1/holmes.1.
+``python -m holmes_hpc.cli.man`` writes docs/holmes.1, which wheels install. A test checks that it is up to date.
 """
 
 import re

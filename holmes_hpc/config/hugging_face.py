@@ -76,8 +76,7 @@ def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
 
 
 def config_of(spec: ModelSpec, dtype: str, eod: int | None = None) -> dict[str, Any]:
-    """Return the content of config.json for a model. `dtype`: torch's name for the data type of the weights; `eod`: the
-    id of the end-of-document token."""
+    """Return the content of config.json. `dtype`: torch's name of the weights' type; `eod`: end-of-document id."""
     model_type = family_of(spec)
     names = _TABLE["keys"]["llama" if spec.rope else "gpt2"]
     shared_keys = {

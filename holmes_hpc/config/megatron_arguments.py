@@ -1,7 +1,6 @@
 """Translation of Megatron-LM's arguments to configuration keys and facts about its software (docs/from-megatron.md).
 
-Arguments are read, never executed: from a command, a shell script, a file of arguments, or a YAML file like those of
-Megatron-LM's functional tests.
+Arguments are read, never executed: from a command, a shell script, a file of arguments, or a functional test's YAML.
 """
 
 import difflib

@@ -61,8 +61,7 @@ class RdmaPort:
     ``omnipath``, ``efa``, ``usnic``); `interface`: the network interface that owns the port, or its bond; `gid`: of a
     RoCE port, the first RoCE v2 GID with an IPv4 address; of an InfiniBand port, the first GID, whose upper half is the
     subnet prefix; `gid_index`: index of a RoCE port's `gid`, only for display, because NCCL finds it itself; `gpus`:
-    indices of the nearest GPUs in PCI order; `pci`: the PCI path, root first; `physical`: PCI address of a virtual
-    function's physical function."""
+    indices of the nearest GPUs in PCI order; `pci`: the path, root first; `physical`: of a virtual function."""
 
     device: str
     port: int

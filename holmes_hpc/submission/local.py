@@ -53,8 +53,7 @@ class _ForkingExecutor(LocalTaskExecutor):
 
 
 def run_plan_locally(planned: PlannedJob, run_dir: Path) -> Job:
-    """Start the ranks of a job as processes of this machine, which outlive this process. Return their job.
-    `run_dir`: directory of an existing run."""
+    """Start the ranks of a job as processes of this machine, which outlive this process. Return their job."""
     run, plan = RunDirectory(run_dir.absolute()), planned.plan
     ranks = plan.world_size
     gpus = sum(c.gpus_per_node for c in plan.components if plan.site.pool(c.pool).gres)

@@ -181,8 +181,7 @@ class Ring:
 
 
 def _fsdp_times(layout: Layout, component: Component, reduction: Transport, nodes: int) -> np.ndarray:
-    """Return the seconds to (gather parameters, reduce gradients) in every pass under FSDP, (2, 2).
-    The columns are per parameter and per call."""
+    """Return the seconds to (gather parameters, reduce gradients) per (parameter, call) in a pass of FSDP, (2, 2)."""
     costs, ring = layout.costs, Ring(layout, component, reduction, layout.intra_dp_size, nodes, layout.parallel.tp)
     weight_bytes = costs.weight_bytes(layout.pool(component).gpu)
     gather_s = ring.seconds("all_gather", 1.0, weight_bytes)

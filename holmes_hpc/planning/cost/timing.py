@@ -66,9 +66,8 @@ class ComputeTimes:
 class Timing:
     """Seconds for each of several layer splits of one layout.
     `replicas`: for each kind of pipeline replica. `one_nic`: see :func:`_shared_nics`. The work after all gradients are
-    reduced: `tied`: all-reduce of a tied embedding's gradient; `norm`: all-reduce of the gradient norm; `optimizer`:
-    update of parameters, (plans,); `gather`: parameter gather of each stage, (plans, S), 0 if it is part of the passes;
-    `overhead`: fixed seconds of a step."""
+    reduced: `tied`: all-reduce of a tied embedding's gradient; `norm`: of the gradient norm; `optimizer`: update,
+    (plans,); `gather`: of parameters, (plans, S), 0 if it is part of the passes; `overhead`: fixed, of a step."""
 
     replicas: tuple[Durations, ...]
     one_nic: tuple[tuple[bool, ...], ...]

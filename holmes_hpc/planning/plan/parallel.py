@@ -70,8 +70,7 @@ class Parallel(Checked, where="parallel", error=PlanError):
     reduce-scattered inside a block and all-reduced across blocks (Megatron-Core's num_distributed_optimizer_instances).
     `sequence_parallel` applies to stages with TP above 1. `cp`: number of consecutive replicas of a stage that share
     each sequence; what users set as DP excludes CP (:attr:`replicas`). `ep` x `etp`: number of consecutive ranks of a
-    stage that together hold all experts; each expert is on `etp` ranks. In layouts that are not uniform, the fields in
-    _UNIFORM_ONLY must have their defaults."""
+    stage that together hold all experts; each expert is on `etp` ranks. _UNIFORM_ONLY: fields for uniform layouts."""
 
     stages: tuple[StageParallel, ...]
     cp: Annotated[int, key("context parallel", ge=1)] = 1

@@ -119,8 +119,7 @@ class Order:
 
     @property
     def periodic_after(self) -> int:
-        """The number of micro-batches after which the pipeline is periodic until it drains, in whole groups.
-        It is a few times the pipeline's depth."""
+        """The number of micro-batches after which the pipeline is periodic until it drains, in whole groups."""
         deepest = max(self.depths) // self.chunks + 1
         return -(-(2 * self.stages + 4 * deepest + 8) // self.group) * self.group
 

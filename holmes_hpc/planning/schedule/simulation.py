@@ -200,8 +200,7 @@ def row_end_times(
 ) -> list[float]:
     """Return the time in seconds at which each row's last pass ends; infinite if the row waits forever, because too few
     passes are in flight, or if some row has waited so long that its passes cannot end within `max_s`. `passes`: a list
-    that receives a TimedPass for every pass, in order of their start. Inside this function a pass is a number, for
-    speed: see :attr:`Order.pass_numbers`."""
+    that receives a TimedPass for every pass, in order of their start. Inside, a pass is one of `pass_numbers`."""
     stages, never = order.stages, inf
     stage_of = [order.stage_of(row) for row in range(order.rows)]
     rows_on_node = Counter(d.node)

@@ -1,6 +1,6 @@
 """The best plan for a model, a batch and a site: search, refine, compare with the runners-up."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -22,6 +22,7 @@ from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
 from holmes_hpc.planning.search.per_stage import conflicting_option, variants
+from holmes_hpc.planning.search.placement import Placement, sharded_in_nodes
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
     LONG_SEQUENCE,
@@ -231,6 +232,9 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
         choices.append(replace(options, distributed_optimizer=False))
         reason = "the optimizer is not sharded, so no parameters are gathered"
         candidates = _with_faster(evaluator, candidates, choices[-1], reason, clock)
+    if options.distributed_optimizer is not False and not is_fsdp and problem.is_plain:
+        reason = "each node shards a copy of the optimizer, so less traffic leaves the nodes"
+        candidates = _with_faster(evaluator, candidates, options, reason, clock, sharded_in_nodes)
     if problem.tries_weight_passes:
         reason = f"weight gradients fill waits ({SPLIT.option_name})"
         for choice in choices:
@@ -239,18 +243,23 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
 
 
 def _with_faster(
-    evaluator: Evaluator, candidates: list[Candidate], options: PlanOptions, reason: str, clock: Clock
+    evaluator: Evaluator,
+    candidates: list[Candidate],
+    options: PlanOptions,
+    reason: str,
+    clock: Clock,
+    change: Callable[[Placement], Placement | None] = lambda placement: placement,
 ) -> list[Candidate]:
     """Return `candidates`, preceded by new candidates with `options` that are faster by MIN_GAIN_OF_OPTION, the fastest
-    first. They use the placements of the best `candidates`. `reason`: why `options` make a step shorter, for a note."""
+    first. They have the placements of the best `candidates`, after the `change`. `reason`: of the gain, for a note."""
     changed = Evaluator(evaluator.problem._replace(options=options))
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
     near = FAR if options.schedule == SPLIT.name else NEAR  # weight passes gain most when refined
-    for placement in dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]):
+    for placement in filter(None, map(change, dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]))):
         has_nothing_to_shard = options.distributed_optimizer is False and placement.dp == 1
         has_no_waits = adds_weight_passes and placement.pp == 1
-        if has_nothing_to_shard or has_no_waits or placement.instances > 1 or clock.is_over():
+        if has_nothing_to_shard or has_no_waits or placement.strategy == "hierarchical-dp" or clock.is_over():
             continue
         bounded = sorted(changed.candidates(placement), key=lambda c: c.bound)
         simulated = [changed.simulate(c) for c in bounded[:MAX_PLACEMENTS] if c.bound < max_s]

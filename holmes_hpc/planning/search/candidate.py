@@ -45,8 +45,7 @@ FEW_STAGES = 4  # up to this many, weight passes are chosen stage by stage, and 
 class Candidate(Solution):
     """A solution with one placement.
 
-    `bound`: a lower bound of the step time in seconds. `is_full`: the planner chose the layers, and some stage has as
-    many layers as fit in memory."""
+    `bound`: a lower bound of the step in seconds. `is_full`: layers were chosen, and as many as fit on some stage."""
 
     placement: Placement
     bound: float

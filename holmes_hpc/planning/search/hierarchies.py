@@ -67,8 +67,7 @@ def _slowest_pipeline(
 def _is_too_slow(
     costs: PoolCosts, dp: int, pp: int, limit: Limit, choice: Sequence[int], names: frozenset[str]
 ) -> bool:
-    """Return whether the compute time of pipelines of `pp` stages in the pools `choice` exceeds the limit.
-    `names`: the names of these pools."""
+    """Return whether the compute time of pipelines of `pp` stages in the pools `choice` exceeds the limit."""
     max_s = limit.max_s(names)
     if isinf(max_s):
         return False

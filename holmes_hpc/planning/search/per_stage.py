@@ -253,8 +253,7 @@ def _refine_all(
 
 def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: Shape, memo: Memo) -> Variant | None:
     """Return a variant with balanced layers and, if memory allows, the passes in flight that hide the transfers.
-    Return None if the shape has no valid layout, or does not fit in memory even with the fewest passes in flight.
-    `memo`: results that all variants share."""
+    Return None if the shape has no valid layout, or does not fit in memory even with the fewest passes in flight."""
     components, sizes, max_gib = list[Component](), list[StageParallel](), problem.options.max_memory_gib
     for index, stages_on_pool in groupby(shape.stages, key=lambda stage: stage[0]):
         pool, stages = available[index], list(stages_on_pool)
@@ -310,10 +309,7 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
 
 def _refine(first: Variant, options: PlanOptions, passes: int) -> tuple[Variant, int]:
     """Return (`first`, or a changed version of it with a shorter step; the number of passes simulated).
-
-    Bucket size, passes in flight and layers change one at a time, as long as a change makes the step shorter. `passes`:
-    the most passes to simulate.
-    """
+    Settings and layers change one at a time, as long as a change gains. `passes`: the most passes to simulate."""
     best, simulations_left = first, passes // first.shape.passes
 
     def apply_first(changes: Iterator[dict[str, Any]], min_gain: float) -> bool:

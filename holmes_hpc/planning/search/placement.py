@@ -4,9 +4,10 @@ The order of its pools along the pipeline matters if some pairs of pools have sl
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations, pairwise, permutations
+from math import gcd
 
 import numpy as np
 
@@ -65,6 +66,13 @@ class Placement:
 
     def sort_key(self) -> tuple[float, int, int, tuple[tuple[str, int], ...]]:
         return self.estimate_s, self.gpus, self.tp, tuple((b.pool.name, b.nodes) for b in self.blocks)
+
+
+def sharded_in_nodes(placement: Placement) -> Placement | None:
+    """Return the placement with an optimizer instance in each node of a stage; None if that is a replica, or all."""
+    replicas = gcd(*(b.gpus_per_node // placement.tp for b in placement.blocks))
+    can_change = placement.strategy != "hierarchical-dp" and 1 < replicas < placement.dp and not placement.dp % replicas
+    return replace(placement, instances=placement.dp // replicas) if can_change else None
 
 
 def other_orders(placement: Placement) -> Iterator[tuple[Block, ...]]:

@@ -45,8 +45,13 @@ class Problem(NamedTuple):
     def tries_weight_passes(self) -> bool:
         """Whether the search tries weight passes although the user did not choose them. They have not been timed on
         GPUs yet, so it does so only with emulated compute."""
-        o, is_plain = self.options, self.batch.cp == 1 and not self.model.experts.count
-        return bool(o.schedule == "auto" and o.transport == "holmes" and self.costs.pace_layer_ms and is_plain)
+        o = self.options
+        return bool(o.schedule == "auto" and o.transport == "holmes" and self.costs.pace_layer_ms and self.is_plain)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there are neither experts nor context parallelism, which exclude some features."""
+        return self.batch.cp == 1 and not self.model.experts.count
 
     def layout(self, parallel: Parallel, **fields: Any) -> Layout:
         """Return a layout with `parallel`, other fields of :class:`Layout`, and the fields that the problem fixes."""

@@ -3,11 +3,9 @@
 By exec, it replaces the subshell of the batch script that started srun, whose process id is SRUN. It decides
 (decision.py), and answers each :class:`Beat` of an agent with an :class:`Order`. Its exit status is that of the step.
 
-If its node is lost, the first agent that claims the next start of the ranks (claims.py) starts another coordinator,
-with the arguments ``RUN_DIR 0 START``.
+If its node is lost, the first agent that claims the next start (claims.py) runs this with ``RUN_DIR 0 START``.
 
-If each component is a separate job (members.py), each job runs this program. The one that claims start 1 coordinates.
-The others wait for their srun.
+If each component is a separate job (members.py), each runs this; all but the one that claims start 1 await their srun.
 """
 
 import contextlib

@@ -154,8 +154,7 @@ class Copies:
     # -- loading ----------------------------------------------------------------------------------------------------
 
     def load(self) -> int:
-        """Load the newest complete copy if it is newer than the last checkpoint. Return its step; 0 if there is none.
-        Print the interval between copies."""
+        """Load the newest complete copy if it is newer than the last checkpoint. Return its step; 0 without one."""
         slots = (*self._own, *self._received, *self._others)
         indexes = {slot: index for slot in slots if (index := slot.index()) is not None}
         held = dict(grouped((index.key, entry) for index in indexes.values() for entry in index.entries))

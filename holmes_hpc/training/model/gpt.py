@@ -255,9 +255,8 @@ def global_name(name: str, model: torch.nn.Module, tied: bool = False) -> str:
 
 
 def initialize(model: GPTModel, plan: Plan, seed: int) -> None:
-    """Set every parameter to its initial value, which depends only on the seed and its name in the full model. Weights
-    are normal with standard deviation 0.02, or 0.02/sqrt(2*layers) if added to the residual stream (Radford et al.
-    2019). Norms are 1, biases 0."""
+    """Set every parameter to its initial value, which depends only on the seed and its name in the full model. Norms
+    are 1, biases 0, weights normal with deviation 0.02, or 0.02/sqrt(2*layers) if added to the residual (GPT-2)."""
     residual_std = INIT_STD / math.sqrt(2 * plan.model.layers)
     for local_name, parameter in model.named_parameters():
         name = global_name(local_name, model, plan.model.tied)

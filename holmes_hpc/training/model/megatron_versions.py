@@ -1,5 +1,4 @@
-"""The differences between Megatron-Core's versions 0.16.1 to 0.19. Only this module distinguishes them, by the
-parameters of their functions."""
+"""The differences between Megatron-Core's versions 0.16.1 to 0.19, by the parameters of their functions."""
 
 import contextlib
 import inspect

@@ -236,8 +236,7 @@ def _explain_pairs(
 
 
 def _islands(pairs: Iterable[frozenset[str]]) -> tuple[list[str], list[str]] | None:
-    """Return two sets of several nodes, such that each node fails to reach exactly the nodes of the other set.
-    Return None if there are no such sets."""
+    """Return two sets of several nodes of which each fails to reach exactly the other set's; None if there are none."""
     failing: defaultdict[str, set[str]] = defaultdict(set)
     for a, b in map(sorted, pairs):
         failing[a].add(b)

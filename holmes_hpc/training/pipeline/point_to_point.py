@@ -227,8 +227,7 @@ class EdgeCommunicator(P2PCommunicator, Edges):
     """Megatron-Core's point-to-point interface over channels; pass it to any of its schedules as ``p2p_communicator``.
     `channels`: this rank's channels by role: forward_in, forward_out, backward_in, backward_out. The first stage has no
     forward_in and backward_out, and the last stage no forward_out and backward_in, unless virtual stages close the
-    ring. The schedule gives one shape for all tensors, so sequences of varying length and separate stages for
-    multi-token prediction are not supported."""
+    ring. The schedule gives one shape for all tensors, so sequences of varying length are not supported."""
 
     def __init__(
         self, pp_group: dist.ProcessGroup, config: Any, channels: Mapping[str, Channel], device: torch.device

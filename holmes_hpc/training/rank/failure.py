@@ -269,8 +269,7 @@ class Watchdog:
     """A thread that ends this rank if a step takes longer than `limit_s`.
     It first dumps this rank's stacks and makes the other ranks dump theirs.
 
-    Call :meth:`start_phase` before each phase; some phases have a longer limit. `logs_progress`: log the current phase
-    when nothing was logged for a while.
+    Call :meth:`start_phase` before each phase; some have a longer limit. `logs_progress`: log phases after a silence.
     """
 
     def __init__(
