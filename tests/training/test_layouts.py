@@ -31,6 +31,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dp2 without distributed optimizer": ({"dp": 2, "distributed_optimizer": False}, {}),
     "dp2 without overlap": ({"dp": 2}, {"overlap_grad_reduce": False, "overlap_param_gather": False}),
     "dp4 hierarchical": ({"dp": 4, "optimizer_instances": 2}, {}),
+    "pp2 dp4 hierarchical": ({"pp": 2, "dp": 4, "optimizer_instances": 2}, {}),
     "pp3 uneven": ({"pp": 3, "layers": [[3], [2], [1]]}, {}),
     "pp2 eager 1F1B": ({"pp": 2, "schedule": "ahead", "in_flight": [4, 2]}, {}),
     "pp2 plain Megatron": ({"pp": 2, "transport_mode": "single"}, {}),

@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], list[int], list[int], dict[str, Any]]] 
     "bf16": ({"pp": 2, "dp": 2}, [3, 1], [2, 1], {"dtype": "bf16"}),
     "recomputation": ({"pp": 2, "recompute": "full"}, [3, 1], [2, 1], {}),
     "no overlap": ({"pp": 2, "dp": 2}, [3, 1], [2, 1], {"overlap_grad_reduce": False, "overlap_param_gather": False}),
+    "optimizer instances": ({"pp": 2, "dp": 4, "optimizer_instances": 2}, [3, 1], [2, 1], {}),
     "unsharded": ({"pp": 2, "dp": 2, "distributed_optimizer": False}, [3, 1], [2, 1], {}),
 }
 
