@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -256,7 +257,8 @@ def _with_faster(
     max_s, faster = candidates[0].seconds * (1 - MIN_GAIN_OF_OPTION), list[Candidate]()
     adds_weight_passes = options.schedule != evaluator.options.schedule
     near = FAR if options.schedule == SPLIT.name else NEAR  # weight passes gain most when refined
-    for placement in filter(None, map(change, dict.fromkeys(c.placement for c in candidates[:MAX_PLACEMENTS]))):
+    placements = filter(None, map(change, dict.fromkeys(c.placement for c in candidates)))
+    for placement in islice(placements, MAX_PLACEMENTS):
         has_nothing_to_shard = options.distributed_optimizer is False and placement.dp == 1
         has_no_waits = adds_weight_passes and placement.pp == 1
         if has_nothing_to_shard or has_no_waits or placement.strategy == "hierarchical-dp" or clock.is_over():
