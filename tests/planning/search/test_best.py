@@ -154,6 +154,23 @@ def test_emulated_layers_are_split_if_that_is_faster(pace_ms: float | None) -> N
         assert f"a step is {gain:.1%} shorter" in notes[0]
 
 
+def test_nodes_shard_copies_of_the_optimizer_if_less_traffic_leaves_them() -> None:
+    """On Ethernet, a stage of two nodes with two replicas each has an optimizer instance in each node."""
+    site = Site("slow", (Pool("f0", NicType.ETHERNET, "p", 4, 8, 25.0, GPUS[0]),))
+    options = PlanOptions(tp=4, pp=2, dp=4, virtual_stages=1, unequal="false")
+    plan, unsharded = (
+        best_plan(
+            named("gpt_7_5b"), Batch(512, 1, 2048), site, replace(options, distributed_optimizer=sharded), Costs()
+        )
+        for sharded in (None, False)
+    )
+    assert plan.parallel.optimizer_instances == 2 and any("each node shards a copy" in a for a in plan.assumptions)
+    assert {str(g.transport) for g in plan.transports() if g.kind == "intra_dp"} == {"local"}
+    assert plan.predicted is not None and unsharded.predicted is not None
+    assert plan.predicted.step_time_s < 0.99 * unsharded.predicted.step_time_s
+    assert plan.predicted.nic_bytes_per_step["ethernet"] < 0.8 * unsharded.predicted.nic_bytes_per_step["ethernet"]
+
+
 def test_zero_bubble_gets_layers_that_leave_memory_for_deferred_passes() -> None:
     """Layers that fill the first stage's memory would allow no deferred weight passes, and a 5% longer step."""
     options = PlanOptions(schedule="zero_bubble", tp=1, pp=2, dp=32, partition="exact")
