@@ -297,7 +297,8 @@ class Evaluator:
                 options = replace(self.options, layers_per_stage=split)  # a better schedule may need this split
                 fixed = Evaluator(self.problem._replace(options=options))
                 if alike := fixed._candidate(placement, *settings):
-                    starts = alike, fixed.simulate(alike)  # with few passes in flight, or as many as hide transfers
+                    extra = [e + EXTRA_DEPTHS[-2] for e in extra_depth(alike.layout, alike.layers)[:-1]] + [0]
+                    starts = alike, replace(alike, layout=next(self._depths(alike, extra))[1])  # few passes, or many
                     improved += [fixed.refine(c, max_orders) for c in {c.layout.schedule: c for c in starts}.values()]
         best = min(improved, key=lambda c: float(f"{c.seconds:.6g}"))  # the first of equally fast ones
         if has_weight_passes:  # the buckets are chosen already
