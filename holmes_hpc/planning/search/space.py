@@ -83,8 +83,7 @@ class Space:
 
 def nearby_batch(problem: Problem, best: Placement, step_s: float) -> tuple[Batch, list[Placement]] | None:
     """Return (a nearby global batch that may give more samples per second, its placements). Return None if no nearby
-    batch is estimated to gain MIN_BATCH_GAIN, or if the batch should not change. The batch has the micro-batch size of
-    `best`, whose step takes `step_s` seconds."""
+    batch is estimated to gain MIN_BATCH_GAIN over `best` with `step_s` seconds, or if the batch should not change."""
     batch, options = problem.batch, problem.options
     if batch.cp > 1 or options.dp is not None or batch.global_size // best.micro_size % EVEN_MICRO_BATCHES == 0:
         return None

@@ -61,8 +61,7 @@ class Destinations:
         return rows[self._seconds_at]
 
     def fabric_bytes(self, rows: Rows) -> dict[str, dict[str, int]]:
-        """Return the bytes sent between fabrics: sending fabric -> receiving fabric -> bytes; {} if there is only one
-        fabric. `rows`: :meth:`row` of every rank."""
+        """Return the bytes sent between fabrics: sender -> receiver -> bytes; {} for one fabric. `rows`: as above."""
         sent = rows[:, : len(self._fabrics)]
         sums = {a: sent[self._fabric_of_rank == a].sum(axis=0) for a in self._fabrics if len(self._fabrics) > 1}
         return {
