@@ -7,7 +7,7 @@ then change one at a time, as long as the simulated step gets shorter.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import groupby, permutations
+from itertools import groupby, permutations, product
 from math import ceil, inf
 from typing import Any
 
@@ -52,7 +52,7 @@ NEAR = 1.12  # neighbours of variants up to this many times as slow as the best 
 SHAPES, NEIGHBOURS, REFINEMENT = 300_000, 600_000, 600_000
 MORE_NEIGHBOURS, MORE_REFINEMENT = 4, 20  # ratios of these passes on small sites to those on large sites
 ROUNDS = ((None, 6), (16, 40))  # (the best variants to refine, None: all near the best; the most simulations of each)
-SPLIT_ROUNDS = ((16, 60),)  # the same with weight passes
+SPLIT_ROUNDS = ((16, 60), (4, 200))  # the same with weight passes
 MIN_SPLIT_GAIN = 0.01  # weight passes must gain at least this share of a step, unless the user chose them
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
@@ -356,10 +356,15 @@ def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str,
 
 
 def _weight_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
-    """Yield changes to other numbers of deferred weight passes that fit in memory, in all stages alike."""
-    s, pp = variant.layout.schedule, variant.layout.parallel.pp
-    for lag, final in weight_pass_numbers(variant.layout.order) if s.deferred else ():
-        layout = variant.layout.with_settings(schedule_of(s.kind, s.in_flight, (lag,) * pp, (final,) * pp))
+    """Yield changes of deferred weight passes that fit in memory, most first: of single stages, then of all alike."""
+    s, stages = variant.layout.schedule, range(variant.layout.parallel.pp if variant.layout.schedule.deferred else 0)
+    changes = weight_pass_numbers(variant.layout.order)[::-1]
+    for part, numbers in product((*((stage,) for stage in reversed(stages)), stages), changes):
+        lags, finals = (
+            tuple(new if i in part else n for i, n in enumerate(old))
+            for old, new in zip((s.deferred, s.final), numbers, strict=True)
+        )
+        layout = variant.layout.with_settings(schedule_of(s.kind, s.in_flight, lags, finals))
         if layout.schedule != s and fits(layout, variant.layers, options.max_memory_gib)[0]:
             yield {"layout": layout}
 
