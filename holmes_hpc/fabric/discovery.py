@@ -81,8 +81,7 @@ def discover(
     earlier: Mapping[str, str] | None = None,
 ) -> Discovery:
     """Return the site that Slurm's nodes form. `known`: probes of an earlier run. Node kinds with such a probe are not
-    probed again. `wait_s`: the longest wait for a probe job to start, in seconds; None: run no jobs. `earlier`: node ->
-    its pool in the earlier site file."""
+    probed again. `wait_s`: the longest wait for a probe job, in seconds; None: run no jobs. `earlier`: node -> pool."""
     earlier = earlier or {}
     both_names = {n: (p.name, earlier.get(n, p.name)) for p in listing.grouping.pools for n in p.node_names}
     pool_names = list(dict.fromkeys(name for pair in both_names.values() for name in pair))

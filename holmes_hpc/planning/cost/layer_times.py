@@ -58,8 +58,7 @@ class LayerShape:
         return self.tp if self.sequence_parallel else 1
 
     def expert_load(self, imbalance: float) -> float:
-        """Return the experts' tokens on the busiest rank, divided by the mean: at most EP and, with a capacity, this.
-        `imbalance`: ``software.expert_imbalance``."""
+        """Return the experts' tokens on the busiest rank over the mean: at most EP, the capacity and `imbalance`."""
         return min(imbalance, self.ep, max(1.0, self.model.experts.capacity or imbalance))
 
 

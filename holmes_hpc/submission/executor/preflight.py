@@ -221,8 +221,7 @@ def check_fit(requests: Sequence[ComponentRequest], nodes: Sequence[Node]) -> No
 
 
 def shortages(requests: Sequence[ComponentRequest]) -> Iterator[str]:
-    """Yield a line for each component for which this Slurm has too few nodes, and a line if it has too few for all of
-    them together. Yield nothing without Slurm."""
+    """Yield a line for each component for which this Slurm has too few nodes, and one if too few for all together."""
     nodes = _site_fact(read_nodes) or []
     for index, request in enumerate(requests if nodes else ()):
         if (count := len(eligible_nodes(request, nodes))) < request.nodes:

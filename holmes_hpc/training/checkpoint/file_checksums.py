@@ -29,8 +29,7 @@ def write_checksums(folder: Path, rank: int) -> None:
 
 
 def collect_checksums(folder: Path) -> dict[str, SizeAndCrc]:
-    """Return {file: (size, CRC-32)} of all files in `folder`. Remove each ``.crc-RANK.json``. Compute the values of
-    files that are in none of them."""
+    """Return {file: (size, CRC-32)} of all files in `folder`. Each ``.crc-RANK.json`` is used, and removed."""
     checksums: dict[str, SizeAndCrc] = {}
     for path in sorted(folder.glob(".crc-*.json")):
         checksums.update({name: (size, crc) for name, (size, crc) in json.loads(path.read_text()).items()})

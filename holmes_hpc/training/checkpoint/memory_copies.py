@@ -32,8 +32,7 @@ BYTES_PER_PARAMETER = 12  # the weight and Adam's moments in fp32
 
 
 class Copies:
-    """The copies of one rank. `group`: of all ranks, for small host tensors. All ranks call :meth:`load` and
-    :meth:`start` at the same step."""
+    """The copies of one rank. `group`: of all ranks, for host tensors. All ranks call `load` and `start` together."""
 
     def __init__(self, session: Session, config: Configuration, models: Sequence[Any], optimizer: Any, group: Any):
         self._session, self._models, self._optimizer, self._group = session, models, optimizer, group
