@@ -357,8 +357,8 @@ def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str,
 
 def _weight_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield changes of deferred weight passes that fit in memory, most first: of single stages, then of all alike."""
-    s, stages = variant.layout.schedule, range(variant.layout.parallel.pp if variant.layout.schedule.deferred else 0)
-    changes = weight_pass_numbers(variant.layout.order)[::-1]
+    s, stages = variant.layout.schedule, range(variant.layout.parallel.pp)
+    changes = weight_pass_numbers(variant.layout.order)[::-1] if s.deferred else []
     for part, numbers in product((*((stage,) for stage in reversed(stages)), stages), changes):
         lags, finals = (
             tuple(new if i in part else n for i, n in enumerate(old))
