@@ -97,7 +97,7 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
     assert plan.predicted is not None
     if shared_steps and shared_steps.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
         plan = to_plan(shared_steps, problem.site, [best, *slower])
-    return plan if clock.is_over() else _note_nearby_batch(plan, best, problem)
+    return plan if clock.is_over() else _note_nearby_batch(plan, best, problem, clock)
 
 
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
@@ -137,7 +137,7 @@ def _per_stage_plan(problem: Problem, clock: Clock, uniform: Sequence[Candidate]
     return None
 
 
-def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
+def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem, clock: Clock) -> Plan:
     """Return `plan`, with a note if a nearby global batch size gives MIN_BATCH_GAIN more samples per second on its best
     placements. `best`: the candidate with the best uniform layout."""
     assert plan.predicted is not None
@@ -150,6 +150,7 @@ def _note_nearby_batch(plan: Plan, best: Candidate, problem: Problem) -> Plan:
     if not candidates:
         return plan
     fastest = evaluator.refine(min((evaluator.simulate(c) for c in candidates), key=Candidate.sort_key))
+    fastest, *_ = _with_faster_options(evaluator, [fastest], clock)
     gain = nearby.global_size / fastest.seconds / (batch.global_size / step_s) - 1
     if gain < MIN_BATCH_GAIN:
         return plan
@@ -216,7 +217,7 @@ def _fixed_candidate(problem: Problem) -> Candidate | None:
 
 def search(problem: Problem, clock: Clock) -> list[Candidate]:
     """Return the candidates with uniform layouts, from best to worst."""
-    options, costs = problem.options, problem.costs
+    options = problem.options
     space, evaluator = Space(problem), Evaluator(problem)
     placements = space.placements()
     if not placements:
@@ -226,7 +227,12 @@ def search(problem: Problem, clock: Clock) -> list[Candidate]:
     simulated, bound_s = explore(evaluator, space, placements, clock)
     if not simulated:
         raise_out_of_memory(evaluator, placements)
-    candidates = _refine(evaluator, simulated, clock, bound_s)
+    return _with_faster_options(evaluator, _refine(evaluator, simulated, clock, bound_s), clock)
+
+
+def _with_faster_options(evaluator: Evaluator, candidates: list[Candidate], clock: Clock) -> list[Candidate]:
+    """Return `candidates`, preceded by those that other kinds of sharding and weight passes make faster."""
+    problem, options, costs = evaluator.problem, evaluator.problem.options, evaluator.problem.costs
     is_fsdp = costs.software.sharding in ("gradients", "full")
     choices = [options]  # one entry per choice of optimizer sharding
     if options.distributed_optimizer is None and not is_fsdp:
