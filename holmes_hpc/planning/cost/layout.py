@@ -200,9 +200,9 @@ class Layout:
         key = micro_size, self.recompute, sizes, gpus, count, padding, sequence_parallel, stage - near[0], places
         return StageView(self.pool_memo.of("view", *key, compute=uniform), stage - near[0])
 
-    def view_schedule(self, stage: int) -> Schedule:
-        """Return a schedule for the view of `stage` in which all stages have this stage's numbers."""
-        s, count = self.schedule, self.views[stage].layout.parallel.pp
+    def view_schedule(self, stage: int, view: StageView) -> Schedule:
+        """Return a schedule for the `view` of `stage` in which all stages have this stage's numbers."""
+        s, count = self.schedule, view.layout.parallel.pp
         return schedule_of(
             s.kind, *((numbers[stage],) * count for numbers in (s.in_flight, s.deferred, s.final) if numbers)
         )

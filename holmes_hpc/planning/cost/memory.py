@@ -139,7 +139,7 @@ def _base_memory(layout: Layout, layers: np.ndarray) -> StageMemory:
         held = memory(view.with_settings(schedule), view.all_layers)
         return np.stack([getattr(held, f.name)[:, index] for f in fields(StageMemory)])
 
-    views = ((view, layout.view_schedule(s)) for s, view in enumerate(layout.views))
+    views = ((view, layout.view_schedule(s, view)) for s, view in enumerate(layout.views))
     tables = [v.layout.memo.of("memory at", schedule, compute=partial(of_view, *v, schedule)) for v, schedule in views]
     return StageMemory(*np.stack(tables, axis=2)[:, layers[:, :, 0] - 1, np.arange(layout.parallel.pp)])
 

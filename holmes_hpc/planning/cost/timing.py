@@ -132,9 +132,11 @@ def _stage_tables(layout: Layout) -> dict[str, np.ndarray]:
         of_stages |= {"gather": times.gather, "update": update_s * parameters(view, view.all_layers)}
         return {name: table[:, index] for name, table in of_stages.items()}
 
-    size, views = layout.bucket_bytes, enumerate(layout.views)
-    keys = ((v, (size, layout.view_schedule(s) if layout.split_schedule else None)) for s, v in views)
-    tables = [v.layout.memo.of("tables", *key, compute=partial(of_view, *v, key[1])) for v, key in keys]
+    size, splits = layout.bucket_bytes, layout.split_schedule is not None
+    views = ((view, layout.view_schedule(s, view) if splits else None) for s, view in enumerate(layout.views))
+    tables = [
+        v.layout.memo.of("tables", size, schedule, compute=partial(of_view, *v, schedule)) for v, schedule in views
+    ]
     return {name: np.stack([table[name].ravel() for table in tables], axis=1) for name in tables[0]}
 
 

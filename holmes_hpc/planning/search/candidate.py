@@ -1,6 +1,6 @@
 """Evaluation of one placement: the schedule, virtual stages, recomputation, depth and layers of the shortest step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from math import inf
@@ -311,10 +311,8 @@ class Evaluator:
     def _deferring(self, candidate: Candidate) -> Iterator[Candidate]:
         """Yield the candidate with 0, 1, 2, … deferred weight passes in all stages, and balanced layers that fit."""
         _, deep = next(self._depths(candidate, extra_depth(candidate.layout, candidate.layers)))
-        schedule = deep.schedule
         for lag, final in weight_pass_numbers(candidate.layout.order):
-            deferred, last = (lag,) * len(schedule.in_flight), (final,) * len(schedule.in_flight)
-            layout = candidate.layout.with_settings(schedule_of(schedule.kind, schedule.in_flight, deferred, last))
+            layout = with_weight_passes(deep, range(deep.parallel.pp), lag, final)
             splitter = LayerSplitter(layout, self.options.max_memory_gib)
             if splitter.can_fit:
                 yield timed(candidate, layout=layout, layers=splitter.balanced()[0])
@@ -329,11 +327,7 @@ class Evaluator:
         while candidate.seconds <= start_s * (1 - MIN_LAG_GAIN):
             start_s = candidate.seconds
             for part, (lag, final) in product((stages, *parts), changes):
-                s = candidate.layout.schedule
-                deferred = tuple(lag if i in part else n for i, n in enumerate(s.deferred))
-                last = tuple(final if i in part else n for i, n in enumerate(s.final))
-                layout = candidate.layout.with_settings(schedule_of(s.kind, s.in_flight, deferred, last))
-                candidate = self._better(candidate, layout)
+                candidate = self._better(candidate, with_weight_passes(candidate.layout, part, lag, final))
             for size in sizes:
                 candidate = self._better(candidate, candidate.layout.with_settings(bucket_bytes=size))
             candidate = self._refine_layers_and_depth(candidate)
@@ -384,6 +378,14 @@ class Evaluator:
             return candidate
         simpler = timed(candidate, layout=s.with_schedule(megatron_kind(s.parallel.virtual_stages)))
         return simpler if simpler.seconds <= candidate.seconds * (1 + MIN_GAIN) else candidate
+
+
+def with_weight_passes(layout: Layout, stages: Container[int], deferred: int, final: int) -> Layout:
+    """Return the layout with these numbers of weight passes (:class:`Schedule`) in `stages`."""
+    s = layout.schedule
+    lags = tuple(deferred if i in stages else n for i, n in enumerate(s.deferred))
+    finals = tuple(final if i in stages else n for i, n in enumerate(s.final))
+    return layout.with_settings(schedule_of(s.kind, s.in_flight, lags, finals))
 
 
 def weight_pass_numbers(order: Order) -> list[tuple[int, int]]:

@@ -2,8 +2,7 @@
 
 One queue holds placements with estimates of their step times, and candidates with lower bounds. The search always takes
 the most promising entry. It replaces a placement by its candidates, and simulates a candidate. The search ends when no
-remaining entry promises a shorter step than the best candidate. If the time limit ends it earlier, a note in the plan
-says how much shorter a step could be.
+remaining entry promises a shorter step than the best candidate. If time runs out, the plan notes what could be gained.
 """
 
 import heapq

@@ -25,7 +25,7 @@ from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, stage_par
 from holmes_hpc.planning.plan.plan import Component
 from holmes_hpc.planning.schedule.kinds import PER_STAGE, SCHEDULES, SPLIT
 from holmes_hpc.planning.schedule.order import least_in_flight
-from holmes_hpc.planning.search.candidate import BUCKETS, weight_pass_numbers
+from holmes_hpc.planning.search.candidate import BUCKETS, weight_pass_numbers, with_weight_passes
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.layers import (
     balanced_layers,
@@ -359,12 +359,8 @@ def _weight_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str
     """Yield changes of deferred weight passes that fit in memory, most first: of single stages, then of all alike."""
     s, stages = variant.layout.schedule, range(variant.layout.parallel.pp)
     changes = weight_pass_numbers(variant.layout.order)[::-1] if s.deferred else []
-    for part, numbers in product((*((stage,) for stage in reversed(stages)), stages), changes):
-        lags, finals = (
-            tuple(new if i in part else n for i, n in enumerate(old))
-            for old, new in zip((s.deferred, s.final), numbers, strict=True)
-        )
-        layout = variant.layout.with_settings(schedule_of(s.kind, s.in_flight, lags, finals))
+    for part, (lag, final) in product((*((stage,) for stage in reversed(stages)), stages), changes):
+        layout = with_weight_passes(variant.layout, part, lag, final)
         if layout.schedule != s and fits(layout, variant.layers, options.max_memory_gib)[0]:
             yield {"layout": layout}
 

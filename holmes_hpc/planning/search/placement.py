@@ -69,7 +69,7 @@ class Placement:
 
 
 def sharded_in_nodes(placement: Placement) -> Placement | None:
-    """Return the placement with an optimizer instance in each node of a stage; None if that is a replica, or all."""
+    """Return the placement with an optimizer instance in each node of a stage; None if it has one replica, or all."""
     replicas = gcd(*(b.gpus_per_node // placement.tp for b in placement.blocks))
     can_change = placement.strategy != "hierarchical-dp" and 1 < replicas < placement.dp and not placement.dp % replicas
     return replace(placement, instances=placement.dp // replicas) if can_change else None
