@@ -33,8 +33,7 @@ PathLike = str | os.PathLike[str]
 def load_runs(path: PathLike, cache: bool = True) -> pd.DataFrame:
     """Return one row per run at or below `path`, sorted by path, with RUN_COLUMNS and the columns of FAMILIES.
 
-    `path`: a run, a directory of runs or a sweep; `cache`: whether to use `.holmes-cache/` below `path`. Raise
-    RecordError if `path` does not exist."""
+    `path`: a run, a directory of runs or a sweep, else RecordError; `cache`: whether to use its `.holmes-cache/`."""
     run_dirs = _directories(Path(path))
     table = _load(Path(path), run_dirs, cache).runs
     frame = table.select(list(RUN_COLUMNS)).to_pandas(

@@ -46,8 +46,7 @@ class Checkpoint:
 
 def create_folder(folder: Path, checkpoint_dir: str | None) -> None:
     """Create a run's checkpoint folder; with `checkpoint_dir`, as a link to CHECKPOINT_DIR/RUN_NAME.
-    A folder that has checkpoints stays where it is. Raise RunFailed if an existing link leads nowhere, or if the target
-    of a new link is not empty."""
+    A folder with checkpoints stays where it is. RunFailed if a link leads nowhere, or a new link's target has files."""
     if folder.is_symlink():
         if not folder.is_dir():
             problem = f"this link points to {os.readlink(folder)}, which does not exist"

@@ -55,8 +55,7 @@ def audit_bytes(
     A NIC that sends more than planned gives an error if a group of this run probably sends the surplus: the group is
     planned on another NIC of the node, which sends less than planned. It gives a warning if another job or a service
     sends the surplus. If no NIC of a node sends more, each NIC that sends less than planned gives a warning. NICs of
-    kind ``other`` (storage, management) have other users. They count only if their surplus is at least half of the
-    bytes that another kind lacks.
+    kind ``other`` (storage) count only if their surplus is at least half of the bytes that another kind lacks.
 
     `counted`: node -> kind -> bytes sent per step (the mean since the last check); `names`: node -> kind -> interface,
     for messages; `own_bytes`: node -> kind -> bytes on the wire per step that the ranks' own TCP connections sent from
