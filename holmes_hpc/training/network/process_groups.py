@@ -133,7 +133,7 @@ class Groups:
     def _creation(
         self, kind: str, ranks: Sequence[int], transport: Transport, *, nccl: bool, urgent: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Yield torch's arguments for a new group that the ``with`` block creates, or NetworkError; then record it."""
+        """Yield torch's arguments for a new group that the ``with`` block creates, or raise NetworkError; record it."""
         is_member = self.rank in ranks  # other ranks may lack the interface, and do not need it
         interface = self.node.interface(transport) if is_member and not nccl else ""
         network = self.plan.site.nccl_network(transport.nic, transport.fabric)
