@@ -47,7 +47,7 @@ def end_process(code: int) -> None:
 def exit_failed(code: int) -> NoReturn:
     """Exit from the main thread of a failed rank. With CUDA, skip all destructors.
 
-    NCCL's destructor would never return: it waits for a thread that waits for the store, which a stopped thread uses."""
+    NCCL's destructor would never return: it waits for a thread that waits for the store, in use by a stopped thread."""
     if torch.cuda.is_initialized() and dist.is_initialized():
         atexit.register(end_process, code)
     sys.exit(code)
