@@ -370,6 +370,7 @@ class Layout:
         return self.costs.link(transport, pool, collective).latency_s + delay_s
 
     @property
+    @memoised()
     def norm_s(self) -> float:
         """Seconds of all-reducing the gradient norm up and down a tree; 0 if a measured `step_s` includes it."""
         if self.costs.calibration.step_s:

@@ -74,11 +74,8 @@ class Order:
     @cached_property
     def is_round_robin(self) -> bool:
         """True if the rows of every stage compute its micro-batches in turn."""
-        return all(
-            replica == k % count
-            for count, route in zip(self.replicas, self.routes, strict=False)
-            for k, replica in enumerate(route)
-        )
+        turns = ((s, first, count) for s, count in enumerate(self.replicas) for first in range(count))
+        return all([*self.micro_batches_of(self.row(s, i))] == [*range(i, self.micro_batches, n)] for s, i, n in turns)
 
     @property
     def synchronizes_rows(self) -> bool:
@@ -105,12 +102,8 @@ class Order:
         return self._micro_batches_of_rows[row] if self.routes else range(self.micro_batches)
 
     @cached_property
-    def _micro_batches_of_rows(self) -> list[list[int]]:
-        rows: list[list[int]] = [[] for _ in range(self.rows)]
-        for first, route in zip(self._first_rows, self.routes, strict=False):
-            for micro_batch, replica in enumerate(route):
-                rows[first + replica].append(micro_batch)
-        return rows
+    def _micro_batches_of_rows(self) -> list[Sequence[int]]:
+        return [row for route in self.routes for row in _micro_batches_of_replicas(route)]
 
     @property
     def group(self) -> int:
@@ -283,17 +276,33 @@ def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> t
     return tuple(depths)
 
 
+@lru_cache(maxsize=1024)
+def _micro_batches_of_replicas(route: tuple[int, ...]) -> list[Sequence[int]]:
+    """Return the micro-batches that each replica of a stage computes, in order."""
+    replicas: list[list[int]] = [[] for _ in range(max(route) + 1)]
+    for micro_batch, replica in enumerate(route):
+        replicas[replica].append(micro_batch)
+    return [*replicas]
+
+
+@lru_cache(maxsize=1024)
+def _positions(above: tuple[int, ...], below: tuple[int, ...]) -> dict[tuple[int, int], tuple[list[int], list[int]]]:
+    """Return, for each pair of replicas that exchange over an edge, the positions of its micro-batches in both."""
+    counts, positions = (Counter[int](), Counter[int]()), dict[tuple[int, int], tuple[list[int], list[int]]]()
+    for pair in zip(above, below, strict=True):
+        for count, replica, list_of_pair in zip(counts, pair, positions.setdefault(pair, ([], [])), strict=True):
+            list_of_pair.append(count[replica])
+            count[replica] += 1
+    return positions
+
+
 @lru_cache(maxsize=4096)
 def _edge_windows(
     above: tuple[int, ...], below: tuple[int, ...], depth_above: int, depth_below: int
 ) -> dict[tuple[int, int], int]:
     """Return :meth:`Order.window` of each pair of replicas that exchange over an edge. `above`, `below`: the replica of
     each micro-batch, and `depth_above`, `depth_below`: the most passes that a replica holds, on each side."""
-    counts, positions = (Counter[int](), Counter[int]()), dict[tuple[int, int], tuple[list[int], list[int]]]()
-    for pair in zip(above, below, strict=True):
-        for count, replica, list_of_pair in zip(counts, pair, positions.setdefault(pair, ([], [])), strict=True):
-            list_of_pair.append(count[replica])
-            count[replica] += 1
+    positions = _positions(above, below)
     return {pair: _distance(*lists, depth_above, depth_below) for pair, lists in positions.items()}
 
 
