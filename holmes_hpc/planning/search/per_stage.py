@@ -36,7 +36,7 @@ from holmes_hpc.planning.search.layers import (
 )
 from holmes_hpc.planning.search.placement import Block, component
 from holmes_hpc.planning.search.problem import AvailablePool, Problem, Solution, available_pools, timed
-from holmes_hpc.planning.search.stage_lists import pools_of, taking_turns
+from holmes_hpc.planning.search.stage_lists import FEW_POOLS, pools_of, taking_turns
 from holmes_hpc.planning.search.stage_shapes import Shape, best_shapes
 
 MAX_SHAPES = 400  # the most shapes whose memory is checked
@@ -117,10 +117,10 @@ class Variant(Solution):
 def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
-    A site of up to MANY_GPUS is searched twice, the second time with numbers of stages taking turns. The set of pools
-    that the best variant uses is then searched again, up to MAX_SEARCHED_AGAIN times: the number of passes to simulate
-    is limited, so a search on fewer pools tries more shapes. Weight passes come last. The list is empty if no shape
-    that fits promises a step below `max_s` seconds."""
+    A site of up to MANY_GPUS is searched in each `order` of :func:`_search`, the last one only with more than FEW_POOLS
+    pools. The set of pools that the best variant uses is then searched again, up to MAX_SEARCHED_AGAIN times: the
+    number of passes to simulate is limited, so a search on fewer pools tries more shapes. Weight passes come last. The
+    list is empty if no shape that fits promises a step below `max_s` seconds."""
     memo, site, splits = Memo(), problem.site, problem.options.schedule == SPLIT.name or problem.tries_weight_passes
     max_s *= NEAR if splits else 1
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
@@ -129,9 +129,10 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     for _ in range(1 if is_large or problem.options.nodes else 1 + MAX_SEARCHED_AGAIN):
         searched.add(used)
         on_used = problem._replace(site=site.restricted_to([pool for pool in site.pools if pool.name in used]))
-        for by_turns in (False,) if is_large else (False, True):
-            if not (by_turns and clock.is_over()):
-                found += _search(on_used, clock, max_s, memo, neighbours, by_turns=by_turns)
+        orders = ("estimate", "turns", "pools") if len(used) > FEW_POOLS else ("estimate", "turns")
+        for order in orders[:1] if is_large else orders:
+            if order == "estimate" or not clock.is_over():
+                found += _search(on_used, clock, max_s, memo, neighbours, order)
         fastest_s = min((v.seconds for v in found), default=max_s)
         near = [v for v in found if v.pools not in searched and v.seconds <= SEARCHED_AGAIN * fastest_s]
         if not near or clock.is_over():
@@ -157,11 +158,10 @@ def _with_weight_passes(variant: Variant) -> Variant:
     return timed(replace(variant, layout=variant.layout.with_settings(schedule)))
 
 
-def _search(
-    problem: Problem, clock: Clock, max_s: float, memo: Memo, max_neighbours: int, by_turns: bool = False
-) -> list[Variant]:
+def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo, max_neighbours: int, order: str) -> list[Variant]:
     """Return the variants of one search. `memo`: the results that all searches share. `max_neighbours`: the most passes
-    to simulate for neighbours. `by_turns`: whether the best shapes of each number of stages take turns."""
+    to simulate for neighbours. `order`: of the shapes: by "estimate", numbers of stages taking "turns", or by estimate,
+    with the "pools" of each shape reordered first."""
     options, available = problem.options, available_pools(problem.site, problem.options)
     simulated, tried, passes = list[Variant](), set[Shape](), 0
 
@@ -193,7 +193,8 @@ def _search(
         return shape.estimate <= MAX_OVERESTIMATE * least_s() and shape not in tried
 
     pools = tuple(a.pool.name for a in available)
-    shapes = memo.of("shapes", pools, compute=lambda: best_shapes(problem, MAX_OVERESTIMATE * max_s))
+    by_turns, choice = order == "turns", (MAX_OVERESTIMATE * max_s, order == "pools")
+    shapes = memo.of("shapes", pools, *choice, compute=lambda: best_shapes(problem, *choice))
     for _, same_pools in grouped((pools_of(shape.stages), shape) for shape in shapes):
         if fitting := next(filter(None, map(built, filter(may_win, same_pools[:MAX_UNFIT]))), None):
             simulate(fitting)
@@ -274,17 +275,18 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
         return None
     if layers is None or not fits(layout, layers, max_gib)[0]:
         return None
-    deeper = _deepen(layout, layers, 0)
+    deeper = next(_deepened(layout, layers))
     return Variant(deeper if fits(deeper, layers, max_gib)[0] else layout, layers, shape=shape)
 
 
-def _deepen(layout: Layout, layers: np.ndarray, extra: int) -> Layout:
-    """Return the layout with the passes in flight that hide the transfers, plus `extra` passes at each transfer."""
-    order, pp, dps = layout.order, layout.parallel.pp, tuple(s.dp for s in layout.parallel.stages)
-    extras = tuple(hiding + extra * (s < pp - 1) for s, hiding in enumerate(_hiding_depths(layout, layers)))
-    micro_batches = [len(order.micro_batches_of(order.row(s, 0))) for s in range(pp)]
-    in_flight, s = tuple(map(min, least_in_flight(dps, extras), micro_batches)), layout.schedule
-    return layout.with_settings(schedule_of(s.kind, in_flight, s.deferred, s.final))
+def _deepened(layout: Layout, layers: np.ndarray, extras: Sequence[int] = (0,)) -> Iterator[Layout]:
+    """Yield, for each of `extras`, the layout with the passes in flight that hide the transfers, plus that many."""
+    order, s, dps = layout.order, layout.schedule, tuple(stage.dp for stage in layout.parallel.stages)
+    micro_batches = [len(order.micro_batches_of(order.row(i, 0))) for i in range(len(dps))]
+    hiding = _hiding_depths(layout, layers)[:-1]
+    for extra in extras:
+        depths = least_in_flight(dps, (*(n + extra for n in hiding), 0))
+        yield layout.with_settings(schedule_of(s.kind, tuple(map(min, depths, micro_batches)), s.deferred, s.final))
 
 
 def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
@@ -302,7 +304,7 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
     layers = front_loaded_layers(balanced.layout)
     if np.array_equal(layers, balanced.layers):
         return None
-    layouts = (_deepen(balanced.layout, balanced.layers, extra) for extra in (*EXTRA_DEPTHS[::-1], 0))
+    layouts = _deepened(balanced.layout, balanced.layers, (*EXTRA_DEPTHS[::-1], 0))
     layout = next((layout for layout in layouts if fits(layout, layers, options.max_memory_gib)[0]), None)
     return None if layout is None else replace(balanced, layout=layout, layers=layers)
 
@@ -349,8 +351,7 @@ def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str
 
 def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield changes to other numbers of passes in flight that fit in memory."""
-    for extra in (0, *EXTRA_DEPTHS):
-        deeper = _deepen(variant.layout, variant.layers, extra)
+    for deeper in _deepened(variant.layout, variant.layers, (0, *EXTRA_DEPTHS)):
         if deeper.schedule != variant.layout.schedule and fits(deeper, variant.layers, options.max_memory_gib)[0]:
             yield {"layout": deeper}
 
@@ -388,7 +389,7 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
     for move in sorted(moves, key=busiest_first):
         layers, layout = chunk_layers(move, 1), variant.layout
         if not fits(layout, layers, options.max_memory_gib)[0]:
-            layout = _deepen(layout, layers, 0)
+            layout = next(_deepened(layout, layers))
             if not fits(layout, layers, options.max_memory_gib)[0]:
                 continue
         yield {"layers": layers, "layout": layout}

@@ -36,7 +36,8 @@ def pipelines(costs: PoolCosts, dp: int, limit: Limit) -> Iterator[Placement]:
         if (costs.ranks % block).any():
             return
         counts = (costs.ranks // block)[None]
-        tau = _least_tau(costs, counts)
+        is_enough = np.minimum(costs.layers_in_tau, costs.layers) @ counts.T >= layers  # (T, placements)
+        tau = np.where(is_enough.any(axis=0), costs.taus[np.argmax(is_enough, axis=0)], np.inf)  # infinite: none
     else:
         counts, tau = _filled(costs, dp, maxima, units, limit)
     is_valid = is_allowed(options, layers, counts.sum(axis=1), (counts > 0).sum(axis=1)) & np.isfinite(tau)
@@ -115,12 +116,6 @@ def _filled(
     codes = counts @ (costs.layers + 1.0) ** np.arange(pool_count)  # equal for equal stage counts
     unique = by_tau[np.unique(codes[by_tau], return_index=True)[1]]  # the least tau of equal stage counts
     return counts[unique], tau[unique]
-
-
-def _least_tau(costs: PoolCosts, counts: np.ndarray) -> np.ndarray:
-    """Return the least tau at which the stages hold all layers, (placements,); infinite if no tau is long enough."""
-    is_enough = np.minimum(costs.layers_in_tau, costs.layers) @ counts.T >= costs.layers  # (T, placements)
-    return np.where(is_enough.any(axis=0), costs.taus[np.argmax(is_enough, axis=0)], np.inf)
 
 
 def _estimate(costs: PoolCosts, counts: np.ndarray, tau: np.ndarray, dp: int) -> Estimate:

@@ -5,7 +5,9 @@ A table holds how many layers the stages on one pool can compute in a given time
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import groupby, permutations, product
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -35,7 +37,7 @@ def taking_turns(items: Iterable[T], stages: Callable[[T], int]) -> list[T]:
     return sorted(items, key=turn)
 
 
-def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
+def stage_orders(stages: Sequence[Stage]) -> Iterator[Stages]:
     """Yield the stages with the pools in other orders, and with each pool's stages forward or reversed; with more than
     FEW_POOLS pools, only in the given order and its reverse, with all pools' stages alike."""
     parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]  # the stages of each pool
@@ -44,6 +46,32 @@ def stage_orders(stages: list[tuple[int, int, int]]) -> Iterator[Stages]:
     else:
         orders = [tuple(p[::step] for p in order) for order in (parts, parts[::-1]) for step in (1, -1)]
     yield from (sum(order, ()) for order in orders)
+
+
+def in_best_orders(
+    lists: Iterable[Sequence[Stage]], estimates: Callable[[list[Stages]], list[float]]
+) -> Iterator[Stages]:
+    """Yield `lists` with their pools in the order with the shortest estimate that moves of one pool reach. Lists with
+    the same pools and the same TPs at the first stages of these have one order. `estimates`: the seconds of lists."""
+    orders = dict[Stages, tuple[int, ...]]()
+    for stages in lists:
+        parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]
+        key = tuple((pool, 0, tp) for (pool, _, tp), *_ in parts)
+        if key not in orders:
+            orders[key] = _best_order(parts, estimates)
+        yield sum((parts[i] for i in orders[key]), ())
+
+
+def _best_order(parts: list[Stages], estimates: Callable[[list[Stages]], list[float]]) -> tuple[int, ...]:
+    order, seconds = tuple(range(len(parts))), inf
+    while True:
+        kept = [[i for i in order if i != moved] for moved in order]
+        orders = [order, *((*k[:j], i, *k[j:]) for i, k in zip(order, kept, strict=True) for j in range(len(order)))]
+        all_s = estimates([sum((parts[i] for i in o), ()) for o in orders])
+        best_s, order = min(zip(all_s, orders, strict=True))
+        if best_s >= seconds:
+            return order
+        seconds = best_s
 
 
 def neighbours(stages: Stages, single_stages: Iterable[Stage]) -> Iterator[Stages]:
@@ -131,8 +159,9 @@ class StageTable:
                 table[:, n:] = np.maximum(table[:, n:], with_stage)
             self.filled.append(table)
         self.reach = np.stack([table[:, unit_count] for table in self.filled])
+        self.stages = cache(self._stages)
 
-    def stages(self, count: int, limit_index: int) -> list[tuple[int, int]]:
+    def _stages(self, count: int, limit_index: int) -> list[tuple[int, int]]:
         """Return (nodes, TP) of each of the `count` stages with the most layers within a limit, small stages first."""
         stages, free_units = [], self.units
         for k in range(count, 0, -1):

@@ -6,7 +6,7 @@ can compute within the limit. Each choice of stage counts per pool gets the leas
 all layers. The time to fill and drain the pipeline adds to the step.
 """
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
@@ -34,6 +34,7 @@ from holmes_hpc.planning.search.stage_lists import (
     Stage,
     Stages,
     StageTable,
+    in_best_orders,
     lists_on,
     neighbours,
     other_pools,
@@ -90,17 +91,17 @@ class Shape:
         return sorted(self.estimator.shapes_of(allowed), key=lambda s: (s.estimate, s.stages))
 
 
-def best_shapes(problem: Problem, max_s: float = inf) -> list[Shape]:
+def best_shapes(problem: Problem, max_s: float = inf, orders_pools: bool = False) -> list[Shape]:
     """Return the shapes whose estimated step takes at most `max_s` seconds: three groups, each with the shortest first.
-
     The first group has the best shape on each set of pools, because an estimate ignores much of what a set costs. The
-    second has the best few with one TP for all stages (estimates of unequal TPs are too short), the third the rest."""
+    second has the best few with one TP for all stages (estimates of unequal TPs are too short), the third the rest.
+    `orders_pools`: use :func:`in_best_orders`."""
     options, batch, shapes = problem.options, problem.batch, list[Shape]()
     available = available_pools(problem.site, options)
     modes = RECOMPUTE if options.recompute == "auto" else (options.recompute,)
     sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
     for micro_size, recompute in product(sizes, modes):
-        shapes += _ShapeEstimator(problem, available, micro_size, recompute, max_s).shapes()
+        shapes += _ShapeEstimator(problem, available, micro_size, recompute, max_s).shapes(orders_pools)
     shapes.sort(key=lambda s: (s.estimate, len(s.stages), s.stages))
     first = {pools_of(shape.stages): shape for shape in reversed(shapes)}
     equal_tp, counts = list[Shape](), Counter[int]()
@@ -204,13 +205,13 @@ class _ShapeEstimator:
         largest = min(MAX_TAU_RANGE, max(TAU_STEP, self.max_s / least))
         return np.asarray(least * TAU_STEP ** np.arange(1 + int(np.log(largest) / np.log(TAU_STEP))))
 
-    def shapes(self) -> list[Shape]:
+    def shapes(self, orders_pools: bool) -> list[Shape]:
         """Return all shapes if they are few, else the best for each choice of pools and TPs in several stage orders."""
         if not self.costs_by_tp:
             return []
         lists = self._all_lists()
         if lists is None:
-            best = (stages for pools in self._pool_choices() for stages in self._best_lists(pools))
+            best = in_best_orders(self._best_lists(), self.estimates) if orders_pools else self._best_lists()
             lists = list(dict.fromkeys(order for stages in best for order in stage_orders(stages)))
         return self.shapes_of(lists)
 
@@ -249,9 +250,9 @@ class _ShapeEstimator:
         one_tp = ({f: (tp,) if (f, (tp,)) in self._tables else all_tps[f] for f in pools} for tp in self.costs_by_tp)
         return [*one_tp, all_tps]
 
-    def _best_lists(self, pools: tuple[int, ...]) -> Iterator[list[tuple[int, int, int]]]:
-        """Yield the lists of stages on some pools with the shortest estimated steps, for each choice of TPs."""
-        for tp_choice in self._tp_choices(pools):
+    def _best_lists(self) -> Iterator[Sequence[Stage]]:
+        """Yield the lists of stages with the shortest estimated steps, for each choice of pools and TPs."""
+        for tp_choice in (tps for pools in self._pool_choices() for tps in self._tp_choices(pools)):
             counts, limits, seconds = self._combinations(tp_choice)
             for i in np.argsort(seconds, kind="stable")[:MAX_SHAPES].tolist():
                 yield [
@@ -328,11 +329,11 @@ class _ShapeEstimator:
         """Return (for each stage: seconds of a layer for one micro-batch and for all, layers that fit, DP, seconds in
         which a micro-batch arrives, seconds of the output layer; seconds in which the busiest node sends all).
         Return None if a replica would have no micro-batch."""
-        m, costs, transfer = self.micro_batches, list[tuple[float, ...]](), 0.0
+        m, costs, transfer, busiest_s = self.micro_batches, list[tuple[float, ...]](), 0.0, 0.0
         dps = tuple(nodes * (self.available[f].gpus_per_node // tp) for f, nodes, tp in stages)
         if max(dps) > m:
             return None
-        nic_s = [defaultdict[Transport, float](float) for _ in stages]  # of a node of each stage, by transport
+        above_s: tuple[Transport | None, float] = None, 0.0  # the NIC's seconds for the stage above, on a node
         for s, ((f, nodes, tp), dp, depth) in enumerate(zip(stages, dps, least_in_flight(dps), strict=True)):
             step_s, _, layer_s = self._stage_costs[f, tp]
             fit = self._max_layers(f, tp, dp, min(depth, -(-m // dp)))
@@ -343,11 +344,12 @@ class _ShapeEstimator:
                 sent_s = max(self._transfers_s(f_above, f, both), self._transfers_s(f, f_above, both))
                 above, own = self.available[f_above].gpus_per_node, self.available[f].gpus_per_node
                 transfer = sent_s * (above / tp_above + own / tp) / m + 2 * wait_s
-                nic_s[s - 1][transport] += sent_s / nodes_above + wait_s * m / dps[s - 1]
-                nic_s[s][transport] += sent_s / nodes + wait_s * m / dp
+                down_s = sent_s / nodes_above + wait_s * m / dps[s - 1]
+                busiest_s = max(busiest_s, above_s[1] + down_s if above_s[0] == transport else down_s, above_s[1])
+                above_s = transport, sent_s / nodes + wait_s * m / dp
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
             costs.append((layer_s, step_s[nodes - 1], fit, dp, transfer, head))
-        return costs, max(max(seconds.values(), default=0.0) for seconds in nic_s)
+        return costs, max(busiest_s, above_s[1])
 
     def _step_s(self, costs: np.ndarray, busiest_nic: np.ndarray) -> np.ndarray:
         """Return the estimates of n lists of S stages, (n,). The arguments hold :meth:`_costs`, (6, S, n) and (n,)."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import inf
 
 import planner_regret
@@ -22,7 +24,15 @@ from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
 from holmes_hpc.planning.search.pool_costs import PoolCosts
 from holmes_hpc.planning.search.problem import Problem, available_pools
 from holmes_hpc.planning.search.space import Space
-from holmes_hpc.planning.search.stage_lists import neighbours, other_pools, taking_turns
+from holmes_hpc.planning.search.stage_lists import (
+    Stage,
+    Stages,
+    in_best_orders,
+    neighbours,
+    other_pools,
+    pools_of,
+    taking_turns,
+)
 from holmes_hpc.planning.search.stage_shapes import _ShapeEstimator, best_shapes
 
 pytestmark = pytest.mark.integration
@@ -129,6 +139,34 @@ def test_of_shapes_that_keep_a_nic_equally_busy_the_faster_one_comes_first() -> 
 
 def test_numbers_of_stages_take_turns() -> None:
     assert taking_turns(["a", "b", "cc", "d", "ee", "fff"], len) == ["a", "cc", "fff", "b", "ee", "d"]
+
+
+def test_pools_move_while_the_estimate_gets_shorter() -> None:
+    lists: list[list[Stage]] = [[(0, 2, 1), (0, 1, 1), (1, 4, 2), (2, 1, 1), (3, 3, 1)], [(0, 1, 1), (1, 1, 1)]]
+    calls = list[int]()
+
+    def inversions(orders: Sequence[Stages]) -> list[float]:
+        """Count the pairs of pools in ascending order."""
+        calls.append(len(orders))
+        pools = [list(dict.fromkeys(pool for pool, *_ in stages)) for stages in orders]
+        return [sum(a < b for a, b in combinations(order, 2)) for order in pools]
+
+    first, second, again = in_best_orders([*lists, lists[0]], inversions)
+    assert first == again == ((3, 3, 1), (2, 1, 1), (1, 4, 2), (0, 2, 1), (0, 1, 1))  # a pool's stages stay in order
+    assert second == ((1, 1, 1), (0, 1, 1))
+    assert len(calls) == 6  # three moves and a last try for the first list, one move and a last try for the second
+
+
+def test_the_best_order_of_pools_has_a_shorter_estimate_than_the_order_of_the_site() -> None:
+    """On this site, the order of the site file once made the plan of a better site 3.9% slower."""
+    model, batch, site = planner_regret.draw_problem(58)
+    problem = Problem(model, batch, site, PlanOptions(), Costs())
+    estimator = _ShapeEstimator(problem, available_pools(site, PlanOptions()), 1, "none", 20.0)
+    ordered_s, given_s = (
+        min(shape.estimate for shape in estimator.shapes(orders_pools=orders) if len(pools_of(shape.stages)) >= 5)
+        for orders in (True, False)
+    )
+    assert ordered_s < 0.98 * given_s
 
 
 def test_neighbours_differ_by_a_node_a_tp_or_a_pool() -> None:

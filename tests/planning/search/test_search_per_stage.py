@@ -102,9 +102,9 @@ def test_the_pools_of_good_plans_are_searched_again(monkeypatch: pytest.MonkeyPa
     searched: list[list[str]] = []
     search = per_stage._search
 
-    def noted(problem: Any, *arguments: Any, by_turns: bool = False) -> Any:
-        searched.append([pool.name for pool in problem.site.pools] + ["by turns"] * by_turns)
-        return search(problem, *arguments, by_turns)
+    def noted(problem: Any, *arguments: Any) -> Any:
+        searched.append([*(pool.name for pool in problem.site.pools), arguments[-1]])
+        return search(problem, *arguments)
 
     monkeypatch.setattr(per_stage, "_search", noted)
     for name, passes in {"SHAPES": 2_000, "NEIGHBOURS": 0, "REFINEMENT": 0}.items():
@@ -114,8 +114,12 @@ def test_the_pools_of_good_plans_are_searched_again(monkeypatch: pytest.MonkeyPa
     best_plan(SMALL, Batch(60, 1, 1024), site, PlanOptions(), Costs())
     best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
     sites = (["ib-a", "roce-a", "far"], ["ib-a", "roce-a"], ["roce-a"])
-    twice = [[*pools, *turns] for pools in sites for turns in ([], ["by turns"])]
+    twice = [[*pools, order] for pools in sites for order in ("estimate", "turns")]
     assert searched == [*twice, *twice[2:]]
+    searched.clear()
+    farther = replace(far, name="farther")
+    best_plan(SMALL, Batch(60, 1, 1024), replace(site, pools=(*site.pools, farther)), PlanOptions(), Costs())
+    assert [order for *pools, order in searched if "farther" in pools] == ["estimate", "turns", "pools"]
 
 
 def test_shapes_that_need_full_recomputation_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
