@@ -5,7 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -192,7 +192,8 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
     Example: holmes sweep collect runs/sweep-20260101-120000 --json"""
     jobs = sweep_table.collect(directory)
     common = [o for o in jobs[0]["overrides"] if all(o in job["overrides"] for job in jobs)] if len(jobs) > 1 else []
-    results = [_figures(job["final"]) for job in jobs]
+    finals = [job["final"] for job in jobs]  # a run's final figures, or the value that a job's function returned
+    results = [f if isinstance(f, dict) else {} if f is None or not _short(f) else {"value": f} for f in finals]
     figures = sorted({name for result in results for name in result}, key=lambda name: (name != "value", name))
     rows = []
     for job, result in zip(jobs, results, strict=True):
@@ -200,11 +201,6 @@ def sweep_collect(directory: Directory, json: Json = False) -> None:
         rows.append([job["num"], " ".join(o for o in job["overrides"] if o not in common), job["state"], *texts])
     caption = f"all with {' '.join(common)}" if common else ""
     console.output(json, jobs, (directory, ["job", "overrides", "state", *figures], rows, caption))
-
-
-def _figures(final: Any) -> dict[str, Any]:
-    """Return {column: figure} of a job. `final`: its run's final figures, or the value that its function returned."""
-    return final if isinstance(final, dict) else {} if final is None or not _short(final) else {"value": final}
 
 
 @group.command("cancel")

@@ -28,12 +28,10 @@ def gpt(
     return ModelSpec(name, layers, hidden, heads, vocab, **keys)
 
 
-def _model(name: str, values: dict[str, Any]) -> ModelSpec:
-    defaults = {"name": name, "ffn": gated_ffn(values["hidden"]), "kv_heads": values["heads"]}
-    return make(ModelSpec, {**defaults, **values}, f"model {name}")
-
-
-MODELS: dict[str, ModelSpec] = {name: _model(name, values) for name, values in _TABLE["models"].items()}
+MODELS: dict[str, ModelSpec] = {
+    name: make(ModelSpec, {"name": name, "ffn": gated_ffn(v["hidden"]), "kv_heads": v["heads"], **v}, f"model {name}")
+    for name, v in _TABLE["models"].items()
+}
 BATCHES: dict[str, Batch] = {name: Batch(*sizes) for name, sizes in _TABLE["batches"].items()}
 
 

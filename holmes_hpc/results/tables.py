@@ -1,7 +1,7 @@
 """Tables of one run, ready to print. Names of columns have units, and captions say whether compute was emulated."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -196,7 +196,9 @@ def transports_table(run: Mapping[str, Any], plan: Mapping[str, Any]) -> Table:
     rows = []
     for t in transports(plan):
         group = _TABLE["groups"].get(t["kind"], t["kind"])
-        rows.append([group, str(t["groups"]), _carrier(t, run["device"]), t["fabric"] or NONE, _ranks(t["ranks"])])
+        numbers = [str(rank) for rank in t["ranks"]]
+        ranks = " ".join(numbers if len(numbers) <= 6 else [*numbers[:4], "…", numbers[-1]])
+        rows.append([group, str(t["groups"]), _carrier(t, run["device"]), t["fabric"] or NONE, ranks])
     caption = f"{_TABLE['modes'].get(str(run['transport']))}; {pace_note(run)}"
     return Table("Transport of each process group", columns, rows, caption)
 
@@ -205,11 +207,6 @@ def _carrier(entry: Mapping[str, Any], device: Any) -> str:
     if entry["transport"] == "rdma":  # CPU ranks use gloo, which has no RDMA and so uses TCP
         return f"{'TCP' if device == 'cpu' else 'RDMA'} on {NIC_WORDS.get(entry['nic'] or '', entry['nic'])}"
     return {"tcp": "TCP on Ethernet", "local": "inside a node"}.get(entry["transport"], entry["transport"])
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    numbers = [str(r) for r in ranks]
-    return " ".join(numbers if len(numbers) <= 6 else [*numbers[:4], "…", numbers[-1]])
 
 
 def incomplete_table(run: Mapping[str, Any]) -> Table:

@@ -224,7 +224,9 @@ def chrome_trace(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if process not in pids:
             pids[process] = len(pids)
             add_name("process_name", pids[process], 0, process)
-        pid, thread = pids[process], _thread(kind)
+        other = "synchronize" if kind.endswith("_sync") else kind
+        thread = "compute" if kind in COMPUTING else "wait" if kind.startswith("wait") else other
+        pid = pids[process]
         if (pid, thread) not in tids:
             tids[pid, thread] = len(tids)
             add_name("thread_name", pid, tids[pid, thread], thread)
@@ -233,13 +235,6 @@ def chrome_trace(events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         span = {"ph": "X", "pid": pid, "tid": tids[pid, thread], "name": name, "cat": kind, **times}
         entries.append({**span, "args": {"chunk": e["chunk"]}})
     return {"traceEvents": entries, "displayTimeUnit": "ms"}
-
-
-def _thread(kind: str) -> str:
-    """Return the thread of a Chrome trace that shows events of this kind."""
-    if kind in COMPUTING:
-        return "compute"
-    return "wait" if kind.startswith("wait") else "synchronize" if kind.endswith("_sync") else kind
 
 
 def slowest_parts(extra_s: Mapping[str, float]) -> str:

@@ -19,7 +19,7 @@ from holmes_hpc.records.run import RunDirectory
 from holmes_hpc.records.schema import missing_fields
 from holmes_hpc.records.untrusted import from_yaml, read_file, read_object
 from holmes_hpc.results.columns import FAMILIES, PARTS, RUN_COLUMNS
-from holmes_hpc.results.loading.steps import NO_STEPS, Floats, Steps, read_steps
+from holmes_hpc.results.loading.steps import NO_STEPS, Steps, read_steps
 from holmes_hpc.results.plans import integer, mapping, number, plan_columns, read_plan, text
 from holmes_hpc.results.statistics import median_interval
 
@@ -143,7 +143,8 @@ def figures(steps: Steps) -> dict[str, Any]:
     times = median_interval(steps.scalars["step_time_s"][included])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
     of_parts = *steps.means, *steps.breakdown.reshape(len(PARTS) * stages, count)
-    medians = [_median(row[included]) for row in (*of_parts, *steps.tx.values(), *steps.rx.values())]
+    numbers = (finite(row[included]) for row in (*of_parts, *steps.tx.values(), *steps.rx.values()))
+    medians = [float(np.median(n)) if len(n) else math.nan for n in numbers]
     parts, of_stages, tx, rx = np.split(medians, np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     by_stage = of_stages.reshape(len(PARTS), stages).T
     while len(by_stage) and np.isnan(by_stage[-1]).all():
@@ -154,23 +155,11 @@ def figures(steps: Steps) -> dict[str, Any]:
     columns |= {name: harmonic_mean(steps.scalars[name][included]) for name in RATES}
     columns |= {name: float(steps.scalars[name][-1]) for name in ("loss", "grad_norm")}
     columns |= {"first_loss": float(steps.scalars["loss"][0]), "peak_memory_bytes": steps.peak}
-    columns["validation_loss"] = _last(steps.scalars["validation_loss"])
+    columns["validation_loss"] = next(reversed(finite(steps.scalars["validation_loss"]).tolist()), math.nan)
     columns |= {part: float(parts[i]) for i, part in enumerate(PARTS)}
     columns["stage_breakdown"] = to_json(stage_parts)
     columns["tx_bytes_per_step"] = to_json(dict(zip(kinds, tx.tolist(), strict=True)))
     return columns | {"rx_bytes_per_step": to_json(dict(zip(kinds, rx.tolist(), strict=True)))}
-
-
-def _last(values: Floats) -> float:
-    """Return the last value that is not NaN; NaN if there is none."""
-    numbers = values[~np.isnan(values)]
-    return float(numbers[-1]) if len(numbers) else math.nan
-
-
-def _median(values: Floats) -> float:
-    """Return the median of the values that are not NaN; NaN if there is none."""
-    numbers = values[~np.isnan(values)]
-    return float(np.median(numbers)) if len(numbers) else math.nan
 
 
 def _read_hydra_overrides(directory: Path) -> list[str]:

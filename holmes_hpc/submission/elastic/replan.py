@@ -31,13 +31,8 @@ def smaller_plan(plan: Plan, config: Configuration, nodes: Sequence[int]) -> Pla
     parts = [(part, count) for part, count in zip(plan.components, nodes, strict=True) if count]
     pools = [replace(plan.site.pool(part.pool), nodes=count, gpus_per_node=part.gpus_per_node) for part, count in parts]
     site = plan.site.restricted_to(pools)
-    options = replace(
-        config.plan,
-        transport=plan.transport_mode,
-        edge_dtype=plan.edge_dtype,
-        edge_connections=plan.edge_connections,
-        **_FREE,
-    )
+    edges: dict[str, Any] = {"edge_dtype": plan.edge_dtype, "edge_connections": plan.edge_connections}
+    options = replace(config.plan, transport=plan.transport_mode, **edges, **_FREE)
     return best_plan(plan.model, plan.batch, site, options, costs(config, plan), Clock(SEARCH_S))
 
 

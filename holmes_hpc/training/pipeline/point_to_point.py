@@ -102,7 +102,8 @@ class Channel:
         self, operation: Callable[..., Any], wire: Tensor, tensor: Tensor, label: Any, on_done: Task = lambda: None
     ) -> Transfer:
         tag, self._count = self._count % (1 << 20), self._count + 1
-        start = self._start_staged if self._through_host(wire) else self._start_direct
+        through_host = wire.is_cuda and not self._nccl  # gloo uses only host memory
+        start = self._start_staged if through_host else self._start_direct
         wait = start(operation, wire, tag, partial(self._report, operation, label, time.time()))
 
         def finish() -> None:
@@ -110,10 +111,6 @@ class Channel:
             on_done()
 
         return Transfer(self.name, tensor, finish)
-
-    def _through_host(self, wire: Tensor) -> bool:
-        """Return whether a tensor needs a buffer in host memory, the only memory that gloo uses."""
-        return wire.is_cuda and not self._nccl
 
     def _start_direct(self, operation: Callable[..., Any], wire: Tensor, tag: int, report: Task) -> Task:
         """Start a transfer. Return a function that waits for it."""
