@@ -37,6 +37,10 @@ class TestbedProcess:
     namespace: int
 
 
+def _namespace(pid: int) -> int:
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
 def _program(executable: str) -> str:
     """Return the name of an executable without the suffix of Debian's: ``slurmctld`` for /usr/sbin/slurmctld-wlm."""
     return os.path.basename(executable.removesuffix(" (deleted)")).removesuffix("-wlm")
@@ -59,7 +63,7 @@ def find(directory: Path | None, namespaces: Collection[int]) -> list[TestbedPro
         try:
             if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            match = TestbedProcess(process.pid, _program(process.exe()), os.stat(f"/proc/{process.pid}/ns/net").st_ino)
+            match = TestbedProcess(process.pid, _program(process.exe()), _namespace(process.pid))
             if match.namespace in namespaces or (directory and _uses_directory(process, directory)):
                 matches.append(match)
         except (psutil.Error, OSError):

@@ -279,10 +279,8 @@ def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> t
 @lru_cache(maxsize=1024)
 def _micro_batches_of_replicas(route: tuple[int, ...]) -> list[Sequence[int]]:
     """Return the micro-batches that each replica of a stage computes, in order."""
-    replicas: list[list[int]] = [[] for _ in range(max(route) + 1)]
-    for micro_batch, replica in enumerate(route):
-        replicas[replica].append(micro_batch)
-    return [*replicas]
+    replica_of = np.array(route)
+    return [np.flatnonzero(replica_of == replica).tolist() for replica in range(max(route) + 1)]
 
 
 @lru_cache(maxsize=1024)

@@ -19,6 +19,7 @@ MAX_UNITS = 128  # a larger pool is divided into this many units of several node
 T = TypeVar("T")
 Stage = tuple[int, int, int]
 Stages = tuple[Stage, ...]
+Estimates = Callable[[list[Stages]], list[float]]  # seconds of a step with each of some lists of stages
 
 
 def pools_of(stages: Stages) -> frozenset[int]:
@@ -48,11 +49,9 @@ def stage_orders(stages: Sequence[Stage]) -> Iterator[Stages]:
     yield from (sum(order, ()) for order in orders)
 
 
-def in_best_orders(
-    lists: Iterable[Sequence[Stage]], estimates: Callable[[list[Stages]], list[float]]
-) -> Iterator[Stages]:
+def in_best_orders(lists: Iterable[Sequence[Stage]], estimates: Estimates) -> Iterator[Stages]:
     """Yield `lists` with their pools in the order with the shortest estimate that moves of one pool reach. Lists with
-    the same pools and the same TPs at the first stages of these have one order. `estimates`: the seconds of lists."""
+    the same pools and the same TPs at the first stages of these have one order."""
     orders = dict[Stages, tuple[int, ...]]()
     for stages in lists:
         parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]
@@ -62,7 +61,7 @@ def in_best_orders(
         yield sum((parts[i] for i in orders[key]), ())
 
 
-def _best_order(parts: list[Stages], estimates: Callable[[list[Stages]], list[float]]) -> tuple[int, ...]:
+def _best_order(parts: list[Stages], estimates: Estimates) -> tuple[int, ...]:
     order, seconds = tuple(range(len(parts))), inf
     while True:
         kept = [[i for i in order if i != moved] for moved in order]
