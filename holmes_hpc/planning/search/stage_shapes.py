@@ -333,7 +333,7 @@ class _ShapeEstimator:
         dps = tuple(nodes * (self.available[f].gpus_per_node // tp) for f, nodes, tp in stages)
         if max(dps) > m:
             return None
-        above_s: tuple[Transport | None, float] = None, 0.0  # the NIC's seconds for the stage above, on a node
+        edge: tuple[Transport | None, float] = None, 0.0  # the one above: (transport, seconds of a node's NIC)
         for s, ((f, nodes, tp), dp, depth) in enumerate(zip(stages, dps, least_in_flight(dps), strict=True)):
             step_s, _, layer_s = self._stage_costs[f, tp]
             fit = self._max_layers(f, tp, dp, min(depth, -(-m // dp)))
@@ -345,11 +345,11 @@ class _ShapeEstimator:
                 above, own = self.available[f_above].gpus_per_node, self.available[f].gpus_per_node
                 transfer = sent_s * (above / tp_above + own / tp) / m + 2 * wait_s
                 down_s = sent_s / nodes_above + wait_s * m / dps[s - 1]
-                busiest_s = max(busiest_s, above_s[1] + down_s if above_s[0] == transport else down_s, above_s[1])
-                above_s = transport, sent_s / nodes + wait_s * m / dp
+                busiest_s = max(busiest_s, edge[1] + down_s if edge[0] == transport else down_s, edge[1])
+                edge = transport, sent_s / nodes + wait_s * m / dp
             head = self.costs_by_tp[tp].head_s * -(-m // dp) if s == len(stages) - 1 else 0.0
             costs.append((layer_s, step_s[nodes - 1], fit, dp, transfer, head))
-        return costs, max(busiest_s, above_s[1])
+        return costs, max(busiest_s, edge[1])
 
     def _step_s(self, costs: np.ndarray, busiest_nic: np.ndarray) -> np.ndarray:
         """Return the estimates of n lists of S stages, (n,). The arguments hold :meth:`_costs`, (6, S, n) and (n,)."""
