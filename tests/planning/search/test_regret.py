@@ -78,11 +78,14 @@ def draw_small(seed: int) -> tuple[ModelSpec, Batch, Site]:
 
 @pytest.mark.parametrize("seed", [3, 8])
 def test_no_told_subset_is_half_a_percent_faster(seed: int) -> None:
-    """With seed 3, a fabric alone was 1.4% faster: only the best candidate was tried with Megatron-Core's schedule."""
+    """With seed 3, a fabric alone was 1.4% faster: only the best candidate was tried with Megatron-Core's schedule.
+    The benchmark leaves subsets out by a lower bound of their steps."""
     model, batch, site = draw_small(seed)
     free_s, _ = planner_regret.planned(model, batch, site, PlanOptions(unequal="false"))
     for name, part, nodes in planner_regret.told_subsets(seed, site):
-        told_s, plan = planner_regret.planned(model, batch, part, PlanOptions(nodes=nodes, unequal="false"))
+        options = PlanOptions(nodes=nodes, unequal="false")
+        told_s, plan = planner_regret.planned(model, batch, part, options)
+        assert told_s is None or planner_regret.compute_s(model, batch, part, options) < told_s
         assert told_s is None or (free_s is not None and free_s <= 1.005 * told_s), (name, plan)
 
 
