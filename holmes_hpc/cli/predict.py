@@ -29,7 +29,7 @@ from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
-from holmes_hpc.planning.schedule.kinds import candidate_schedules
+from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kind
 from holmes_hpc.planning.search.best import MIN_GAIN_OF_OPTION, fixed_plan
 from holmes_hpc.schema import Key, keys
 
@@ -130,16 +130,15 @@ class _Software:
         (in all pools if empty) cannot run the attention of these options."""
         site = request.with_gpu(site, self.gpu) if self.gpu else site
         attention, gpus = self.facts.get("attention"), {p.gpu for p in site.pools if not pools or p.name in pools}
-        without_flash = ", ".join(sorted(gpu.name for gpu in gpus if not gpu.has_bf16))
-        without_flash3 = ", ".join(sorted(gpu.name for gpu in gpus if kind(gpu).generation != "hopper"))
-        is_flash, is_flash3 = attention in ("flash", "flash1"), attention == "flash3"
+        no_flash = ", ".join(sorted(gpu.name for gpu in gpus if not gpu.has_bf16))
+        no_flash3 = ", ".join(sorted(gpu.name for gpu in gpus if kind(gpu).generation != "hopper"))
         ConfigError.refuse(
             "--attention",
-            (is_flash and without_flash, f"{without_flash} has no FlashAttention", "use sdpa or softmax"),
-            (is_flash3 and without_flash3, f"{without_flash3} cannot run flash3, which is for Hopper", "use flash"),
+            ("flash" in str(attention) and no_flash, f"{no_flash} has no FlashAttention", "use sdpa or softmax"),
+            (attention == "flash3" and no_flash3, f"{no_flash3} cannot run flash3, which is for Hopper", "use flash"),
         )
         if attention == TRANSFORMER_ENGINE:
-            attention = "flash" if without_flash3 else "flash3"
+            attention = "flash" if no_flash3 else "flash3"
         return request.with_software(site, attention, self.facts.get("fused_norm"))
 
     def costs(self, config: Configuration, sequence_parallel: bool, recompute: str, plan: Plan | None = None) -> Costs:
@@ -247,8 +246,10 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     return the simplest. If no plan fits, return the last candidate."""
     plan = config.plan
     request.check_fp8(site, plan.nodes or (), costs)
-    can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
-    schedules = candidate_schedules(plan.schedule, plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first
+    can_use_eager, chunks = plan.transport == "holmes" and (plan.pp or 1) > 1, plan.virtual_stages or 1
+    if plan.schedule != "auto":
+        schedule_kind(plan.schedule).check_chunks(chunks)
+    schedules = candidate_schedules(plan.schedule, chunks, can_use_eager)[::-1]  # the simplest first
     choices = [
         replace(plan, recompute=recompute, schedule=schedule)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))

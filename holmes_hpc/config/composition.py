@@ -270,6 +270,6 @@ def _no_batch(model: str, overrides: Sequence[str]) -> ConfigError:
         return ConfigError(f"no batch {batch_names[-1]!r}", where="overrides", hint=nearest(batch_names[-1], BATCHES))
     set_keys = {override.partition("=")[0] for override in overrides}
     options = {flag.key: name for name, flag in FLAGS.items()}
-    needed = [f"batch.{name}" for name in ("global_size", "micro_size", "sequence_length")]
+    needed = [f"batch.{name}" for name in ("global_size", "sequence_length")]
     missing = " and ".join(f"{key} ({options[key]})" for key in needed if key not in set_keys)
     return ConfigError(f"model {model} has no default batch", where="batch", hint=f"give {missing}, or batch=NAME")

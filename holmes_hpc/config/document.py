@@ -113,9 +113,9 @@ def _main_file() -> str:
         "  - _self_",
         *(f"  - {group}: {option}" for group, option in DEFAULTS.items()),
         "",
-        "# a named model has the batch of its own name; any other needs batch=NAME or these three keys",
+        "# a named model has the batch of its own name; any other needs batch=NAME, or these keys",
         "batch:",
-        *(f"  {name}: ???" for name in keys(Batch)),
+        *(f"  {name}: {1 if name == 'micro_size' else '???'}" for name in keys(Batch)),
         "",
     ]
     lines += [line for k in keys(Configuration).values() if k.name not in GROUPS for line in _lines(k, k.default)]

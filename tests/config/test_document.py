@@ -72,8 +72,9 @@ def test_a_model_without_a_batch_of_its_own_is_refused_in_one_line(
         load(words)
     with pytest.raises(ConfigError, match="no batch 'tny'; did you mean 'tiny'"):
         load([*words, "batch=tny"])
-    whole = [*words, "batch.global_size=8", "batch.micro_size=2", "batch.sequence_length=32"]
-    assert load(whole).batch == Batch(8, 2, 32)
+    whole = [*words, "batch.global_size=8", "batch.sequence_length=32"]
+    assert load(whole).batch == Batch(8, 1, 32)
+    assert load([*whole, "batch.micro_size=2"]).batch == Batch(8, 2, 32)
 
 
 def test_only_a_model_for_trying_is_trained_on_random_tokens_unasked() -> None:

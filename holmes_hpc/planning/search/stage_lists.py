@@ -66,8 +66,7 @@ def _best_order(parts: list[Stages], estimates: Estimates) -> tuple[int, ...]:
     while True:
         kept = [[i for i in order if i != moved] for moved in order]
         orders = [order, *((*k[:j], i, *k[j:]) for i, k in zip(order, kept, strict=True) for j in range(len(order)))]
-        all_s = estimates([sum((parts[i] for i in o), ()) for o in orders])
-        best_s, order = min(zip(all_s, orders, strict=True))
+        best_s, order = min(zip(estimates([sum((parts[i] for i in o), ()) for o in orders]), orders, strict=True))
         if best_s >= seconds:
             return order
         seconds = best_s
