@@ -755,6 +755,18 @@ def test_predict_reads_a_hugging_face_config(holmes, site, tmp_path):
     refused(holmes(*given, "--model-file", str(tmp_path / "none.json")), "none.json")
 
 
+def test_predict_says_what_a_trial_of_a_layout_needs_to_know(holmes, site):
+    """Waits for FSDP's exchanges, layouts that do not fit, and schedules without virtual stages."""
+    given = ("predict", "--site", str(site), "--model", "llama2_7b", "--micro-batch", "1")
+    code, out, err = holmes(*given, "--dp", "16", "--nodes", "ib-a=2", "--sharding", "full", "--explain")
+    assert code == 0 and "waiting for exchanges of FSDP over NICs" in " ".join(out.split()), err
+    code, out, err = holmes(*given, "--dp", "16", "--nodes", "ib-a=2", "--no-distributed-optimizer", "--json")
+    assert code == 0 and any("it does not fit" in text for text in json.loads(out)["assumptions"]), err
+    interleaved = ("--schedule", "interleaved", "--pp", "2", "--dp", "8")
+    refused(holmes(*given, *interleaved), "interleaved has at least 2 virtual stages", "use 1f1b")
+    refused(holmes(*given, "--gpu", "v100-32gb", "--dtype", "fp16", "--attention", "flash3"), "use sdpa or softmax")
+
+
 def test_plan_and_predict_accept_the_same_options_and_keys(holmes, site):
     """Every option sets its key, in both commands."""
     options = ["--model", "gpt_3_6b", "--global-batch", "64", "--micro-batch", "2", "--tp", "2", "--pp", "2"]

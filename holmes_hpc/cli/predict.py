@@ -30,7 +30,8 @@ from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
 from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kind
-from holmes_hpc.planning.search.best import MIN_GAIN_OF_OPTION, fixed_plan
+from holmes_hpc.planning.search.best import fixed_plan
+from holmes_hpc.planning.search.per_stage import MIN_GAIN_OF_OPTION
 from holmes_hpc.schema import Key, keys
 
 _FP8 = {"none": "no", **dict.fromkeys(("delayed", "current", "mxfp8"), "yes")}  # all recipes are predicted alike
@@ -109,7 +110,8 @@ def predict(
         console.note(f"written: {trace}")
     if json:
         times = {"stage_breakdown": simulation.stage_breakdown_of(plan, costs), "throughput": throughput(plan, steps)}
-        console.as_json({**asdict(predicted), **times, "strategy": plan.strategy, "components": plan.layout})
+        facts = {"strategy": plan.strategy, "components": plan.layout, "assumptions": plan.assumptions}
+        console.as_json({**asdict(predicted), **times, **facts})
     else:
         show_plan(plan, costs, steps, explain)
 

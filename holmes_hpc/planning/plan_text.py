@@ -279,19 +279,19 @@ def _longest_part(predicted: Predicted) -> str:
 
 
 def _exchange(plan: Plan, predicted: Predicted, costs: Costs) -> list[str]:
-    """Return the line on exchanges of tokens over NICs, which are part of computing. Empty if they take under 1%."""
+    """Return the line on exchanges over NICs, which are part of computing. Empty if they take under 1%."""
     p = plan.parallel
     sizes = {"EP": p.ep, "ETP": p.etp, "CP": max(map(p.cp_of, range(p.pp)))}
+    sizes["FSDP"] = p.replicas if costs.software.sharding in ("gradients", "full") else 1
     names = " and ".join(name for name, size in sizes.items() if size > 1)
     if not names:
         return []
     pools = (replace(f, rdma_gbps=f.rdma_gbps and 1e6, ethernet_gbps=1e6) for f in plan.site.pools)
     unlimited = predict(replace(plan, site=replace(plan.site, pools=tuple(pools), links=())), costs)
     seconds = predicted.breakdown["compute_s"] - unlimited.breakdown["compute_s"]
-    if seconds < 0.01 * predicted.step_time_s:
-        return []
     advice = "faster RDMA or groups on fewer nodes help"
-    return [f"Of the compute, {rounded(seconds)} s is waiting for exchanges of {names} over NICs ({advice})."]
+    text = f"Of the compute, {rounded(seconds)} s is waiting for exchanges of {names} over NICs ({advice})."
+    return [text] if seconds >= 0.01 * predicted.step_time_s else []
 
 
 def _with_remedy(part: str) -> str:

@@ -22,7 +22,7 @@ from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, explore
 from holmes_hpc.planning.search.infeasible import OutOfMemory, raise_indivisible, raise_out_of_memory
 from holmes_hpc.planning.search.layers import idle_share
 from holmes_hpc.planning.search.micro_batch_shares import best_shared_steps
-from holmes_hpc.planning.search.per_stage import conflicting_option, variants
+from holmes_hpc.planning.search.per_stage import MIN_GAIN_OF_OPTION, conflicting_option, variants
 from holmes_hpc.planning.search.placement import Placement, sharded_in_nodes
 from holmes_hpc.planning.search.problem import (
     BUCKET_BYTES,
@@ -49,8 +49,6 @@ MAX_NODE_CHOICES = 50  # the most placements tried for one user-fixed layout
 MAX_RUNNERS_UP = 5
 MIN_PER_STAGE_GAIN = 0.01  # per-stage TP/DP is less simple and must gain at least this share of the step
 PREDICTED = tuple(part for part in PARTS if part != "other_s")  # parts of a step's time
-# An unsharded optimizer, and separate weight passes (zero_bubble), need more memory and must gain this share of a step.
-MIN_GAIN_OF_OPTION = 0.01
 MAX_PLACEMENTS = 4  # the most placements for which such an option, or a nearby batch, is tried
 MIN_NOTED_GAP = 0.005  # smaller gaps to the lower bound are not noted
 

@@ -53,7 +53,7 @@ SHAPES, NEIGHBOURS, REFINEMENT = 300_000, 600_000, 600_000
 MORE_NEIGHBOURS, MORE_REFINEMENT = 4, 20  # ratios of these passes on small sites to those on large sites
 ROUNDS = ((None, 6), (16, 40))  # (the best variants to refine, None: all near the best; the most simulations of each)
 SPLIT_ROUNDS = ((16, 60), (4, 200))  # the same with weight passes
-MIN_SPLIT_GAIN = 0.01  # weight passes must gain at least this share of a step, unless the user chose them
+MIN_GAIN_OF_OPTION = 0.01  # the least gain of options that need more memory: weight passes, an unsharded optimizer
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -148,7 +148,7 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     )
     if problem.options.schedule != "auto":
         return split
-    return [v for v in split if v.seconds < refined[0].seconds * (1 - MIN_SPLIT_GAIN)] + refined
+    return [v for v in split if v.seconds < refined[0].seconds * (1 - MIN_GAIN_OF_OPTION)] + refined
 
 
 def _with_weight_passes(variant: Variant) -> Variant:
