@@ -143,8 +143,8 @@ def figures(steps: Steps) -> dict[str, Any]:
     times = median_interval(steps.scalars["step_time_s"][included])
     stages, kinds = steps.breakdown.shape[1], list(steps.tx)
     of_parts = *steps.means, *steps.breakdown.reshape(len(PARTS) * stages, count)
-    numbers = (finite(row[included]) for row in (*of_parts, *steps.tx.values(), *steps.rx.values()))
-    medians = [float(np.median(n)) if len(n) else math.nan for n in numbers]
+    rows = (row[included] for row in (*of_parts, *steps.tx.values(), *steps.rx.values()))
+    medians = [float(np.median(row[~np.isnan(row)])) if not np.isnan(row).all() else math.nan for row in rows]
     parts, of_stages, tx, rx = np.split(medians, np.cumsum([len(PARTS), len(PARTS) * stages, len(kinds)]))
     by_stage = of_stages.reshape(len(PARTS), stages).T
     while len(by_stage) and np.isnan(by_stage[-1]).all():
@@ -155,7 +155,8 @@ def figures(steps: Steps) -> dict[str, Any]:
     columns |= {name: harmonic_mean(steps.scalars[name][included]) for name in RATES}
     columns |= {name: float(steps.scalars[name][-1]) for name in ("loss", "grad_norm")}
     columns |= {"first_loss": float(steps.scalars["loss"][0]), "peak_memory_bytes": steps.peak}
-    columns["validation_loss"] = next(reversed(finite(steps.scalars["validation_loss"]).tolist()), math.nan)
+    losses = steps.scalars["validation_loss"]
+    columns["validation_loss"] = next(reversed(losses[~np.isnan(losses)].tolist()), math.nan)  # may be infinite
     columns |= {part: float(parts[i]) for i, part in enumerate(PARTS)}
     columns["stage_breakdown"] = to_json(stage_parts)
     columns["tx_bytes_per_step"] = to_json(dict(zip(kinds, tx.tolist(), strict=True)))
