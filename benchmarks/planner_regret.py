@@ -141,8 +141,7 @@ def compute_s(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions) 
     """Return a lower bound of a step in seconds: all GPUs of the site compute all the time, each at its best speed."""
     site = searched_site(site, options)
     problem, available = Problem(model, batch, site, options, Costs()), available_pools(site, options)
-    sizes = [m for m in micro_sizes(batch, options) if batch.global_size % m == 0]
-    estimators = [_ShapeEstimator(problem, available, micro_size, "none", inf) for micro_size in sizes]
+    estimators = [_ShapeEstimator(problem, available, m, "none", inf) for m in micro_sizes(batch, options)]
     return min((e._least_s(range(len(available))) for e in estimators if e.costs_by_tp), default=0.0)
 
 

@@ -29,7 +29,7 @@ from holmes_hpc.planning.cost.kernels import kind
 from holmes_hpc.planning.cost.software import Software
 from holmes_hpc.planning.plan.plan import Plan
 from holmes_hpc.planning.plan_text import throughput
-from holmes_hpc.planning.schedule.kinds import candidate_schedules, schedule_kind
+from holmes_hpc.planning.schedule.kinds import candidate_schedules
 from holmes_hpc.planning.search.best import fixed_plan
 from holmes_hpc.planning.search.per_stage import MIN_GAIN_OF_OPTION
 from holmes_hpc.schema import Key, keys
@@ -248,10 +248,9 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     return the simplest. If no plan fits, return the last candidate."""
     plan = config.plan
     request.check_fp8(site, plan.nodes or (), costs)
-    can_use_eager, chunks = plan.transport == "holmes" and (plan.pp or 1) > 1, plan.virtual_stages or 1
-    if plan.schedule != "auto":
-        schedule_kind(plan.schedule).check_chunks(chunks)
-    schedules = candidate_schedules(plan.schedule, chunks, can_use_eager)[::-1]  # the simplest first
+    can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
+    searched = candidate_schedules("auto", plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first
+    schedules = searched if plan.schedule == "auto" else (plan.schedule,)
     choices = [
         replace(plan, recompute=recompute, schedule=schedule)
         for recompute in (RECOMPUTE if plan.recompute == "auto" else (plan.recompute,))

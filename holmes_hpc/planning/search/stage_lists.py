@@ -52,10 +52,10 @@ def stage_orders(stages: Sequence[Stage]) -> Iterator[Stages]:
 def in_best_orders(lists: Iterable[Sequence[Stage]], estimates: Estimates) -> Iterator[Stages]:
     """Yield `lists` with their pools in the order with the shortest estimate that moves of one pool reach. Lists with
     the same pools and the same TPs at the first stages of these have one order."""
-    orders = dict[Stages, tuple[int, ...]]()
+    orders = dict[tuple[tuple[int, int], ...], tuple[int, ...]]()
     for stages in lists:
         parts = [tuple(part) for _, part in groupby(stages, key=lambda stage: stage[0])]
-        key = tuple((pool, 0, tp) for (pool, _, tp), *_ in parts)
+        key = tuple((pool, tp) for (pool, _, tp), *_ in parts)
         if key not in orders:
             orders[key] = _best_order(parts, estimates)
         yield sum((parts[i] for i in orders[key]), ())
