@@ -242,6 +242,20 @@ def test_older_lines_with_fewer_keys(tmp_path: Path) -> None:
     assert math.isnan(row["compute_s"]) and not [name for name in row.index if name.startswith(("stage_", "tx_bytes_"))]
 
 
+def test_infinite_values_of_other_writers_stay_in_the_figures(tmp_path: Path) -> None:
+    """Our records have null in place of an infinite value; lines of other writers may have Infinity."""
+    run = make_run(tmp_path / "a", steps=4)
+    line = run.metrics()[-1]
+    parts = [{**stage, "compute_s": math.inf} for stage in line["breakdown"]]
+    losses = enumerate((3.0, math.inf), 4)
+    lines = [{**line, "step": step, "validation_loss": loss, "breakdown": parts} for step, loss in losses]
+    with open(run.metrics_path, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    row, steps = load_runs(run.path).iloc[0], load_steps(run.path)
+    assert row["validation_loss"] == row["compute_s"] == math.inf and math.isfinite(row["step_time_s"])
+    assert list(steps["validation_loss"])[4:] == [3.0, math.inf]
+
+
 def test_lines_as_training_writes_them_are_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = make_run(tmp_path / "a", steps=300)
     lines = run.metrics()
