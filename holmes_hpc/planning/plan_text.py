@@ -36,9 +36,7 @@ _GAINS = "What would help, each change alone and with this layout (a new plan ma
 MAX_STAGES_LISTED = 8  # stages whose parts are listed
 MAX_PLACEMENTS = 4  # the most lines on pools in a summary
 # Assumptions that a summary shows.
-_NOTED = re.compile(
-    r"the 90% interval|the search was stopped|\S+ has no (bf16|FlashAttention)|a global batch of|train\.overlap_"
-)
+_NOTED = re.compile(r"the 90%|the search was|\S+ has no (bf16|Flash)|a global batch|train\.overlap_|.* data sheet has")
 _NIC_ASSUMED = re.compile(r"Ethernet only is assumed|assumed by `holmes site`: .*\bnic\b")
 TOO_CLOSE = 0.03  # share of a step; 91% of pairs that differ by more are in the right order (docs/planner.md)
 
@@ -81,7 +79,8 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
     ]
     if plan.predicted is not None:
         lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
-        lines += [_best_improvement(plan, _improvements(plan, plan.predicted, costs))]
+        if "it does not fit" not in lines[-1]:
+            lines += [_best_improvement(plan, _improvements(plan, plan.predicted, costs))]
     lines += [f"Note: {note}" for note in notes if _NOTED.match(note)]
     lines += [f"Note: {note}" for note in dict.fromkeys(note for _, note in plan.other_architectures.values())]
     if any("assumed" in note for note in plan.site.assumptions):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import plans
 import pytest
@@ -17,6 +18,7 @@ from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.errors import SiteError
 from holmes_hpc.fabric.node_gpus import UNKNOWN_GPU
 from holmes_hpc.fabric.site import NicType, Pool, Site
+from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.planning import request
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.predict import kind_tflops, slowest_parts
@@ -173,7 +175,18 @@ def test_steps_of_1000_seconds_and_more_are_whole_numbers() -> None:
 
 def test_a_layout_that_does_not_fit_is_in_the_summary() -> None:
     plan = fixed_plan(named("gpt_39b"), BATCH, SITE, PlanOptions(tp=1, pp=1, dp=16), Costs())
-    assert any("; it does not fit: " in line for line in summary(plan, Costs(), width=1000))
+    text = "\n".join(summary(plan, Costs(), width=1000))
+    assert re.search("; it does not fit: .*; use more stages or TP, .*, or GPUs of .* GiB\n", text)
+    assert "would help" not in text  # a layout that cannot run needs no advice on its speed
+
+
+def test_a_figure_far_from_the_data_sheet_is_in_the_summary(tmp_path: Path) -> None:
+    gpu = "{name: h100, peak_tflops: 300, memory_gib: 80, intra_node_gbps: 3600}"
+    pool = "name: a, nic: ib, partition: p, nodes: 4, gpus_per_node: 8, ethernet_gbps: 25, rdma_gbps: 400"
+    (tmp_path / "site.yaml").write_text(f"name: s\nfabrics: [{{{pool}, gpu: {gpu}}}]\n")
+    site = read_site_file(tmp_path / "site.yaml")
+    plan = fixed_plan(MODEL, BATCH, site, PlanOptions(tp=1, pp=2, dp=16), Costs())
+    assert "Note: peak_tflops of h100 is 300; h100's data sheet has 989" in summary(plan, Costs())
 
 
 def test_a_part_under_half_a_percent_is_shown_as_below_one_percent() -> None:

@@ -194,7 +194,7 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
     try:
         check_memory(Layout.of(plan, costs), layer_array(plan))
     except PlanError as e:
-        return replace(plan, assumptions=(*plan.assumptions, f"it does not fit: {e.what}"))
+        return replace(plan, assumptions=(*plan.assumptions, f"it does not fit: {e.what}; {e.hint}"))
     return plan
 
 
