@@ -20,7 +20,7 @@ TRANSFORMER_ENGINE = "transformer_engine"  # attention with the library's fastes
 _TABLE: dict[str, Any] = read_table(__file__)
 _FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]
 _OPERATORS, _END = ";&|<>\n", "\n"
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\])?\})")
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:-([\w./]+))?\})")  # ${NAME:-default} too
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _expanded(tokens: Iterable[str]) -> Iterator[str]:
     values, array, depth = dict[str, str](), "", 0
     for token in tokens:
         depth = max(0, depth + (token in ("if", "case", "for", "while")) - (token in ("fi", "esac", "done")))
-        word = _VARIABLE.sub(lambda match: values.get(match[1] or match[2], match[0]), token)
+        word = _VARIABLE.sub(lambda m: values.get(m[1] or m[2], m[3] or m[0]).strip() or m[3] or "", token)
         if not array and (assignment := re.match(r"(\w+)(\+?)=(\(?)", word)):
             name, is_addition, bracket = assignment.groups()
             word, array = word[assignment.end() :], name if bracket else ""

@@ -205,6 +205,15 @@ def test_variables_of_a_launch_script_have_the_values_that_it_assigns(tmp_path: 
     assert a.ignored == ("--save ${CHECKPOINT_PATH}",)
 
 
+def test_a_default_counts_if_the_script_leaves_the_variable_unset_or_empty() -> None:
+    sizes = "--micro-batch-size ${A:-1} --seq-length ${B:-512} --global-batch-size ${C}"
+    script = f"A=8\nB=\nC=${{C:-32}}\ntorchrun pretrain_gpt.py {SMALL} --max-position-embeddings 512 {sizes}"
+    a = read_arguments(script)
+    assert a.keys.items() >= {"batch.micro_size": 8, "batch.sequence_length": 512, "batch.global_size": 32}.items()
+    with pytest.raises(ConfigError, match="has a shell variable"):
+        read_arguments(f"{SMALL} --micro-batch-size ${{A:-$B}}")
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
