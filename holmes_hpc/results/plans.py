@@ -1,5 +1,6 @@
 """The plan of a run as plain data, and the columns of the table of runs that come from it."""
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -20,10 +21,12 @@ NIC_WORDS["ethernet"] = "Ethernet"  # the last one, because lists of fabrics hav
 SHAPE: dict[str, Any] = read_table(__file__)  # an example of a plan; values of other types are dropped
 
 
-def read_plan(run: RunDirectory) -> dict[str, Any]:
-    """Return the content of plan.yaml, which callers must not change; empty if it is missing or unreadable."""
+def read_plan(run: RunDirectory | str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of plan.yaml of a run, given as its directory; callers must not change it. Empty if it is
+    missing or unreadable."""
+    directory = run if isinstance(run, RunDirectory) else RunDirectory(run)
     try:
-        return _plan(read_file(run.plan_path).decode("utf-8"))
+        return _plan(read_file(directory.plan_path).decode("utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
         return {}
 

@@ -110,7 +110,7 @@ def raise_out_of_memory(evaluator: Evaluator, placements: list[Placement]) -> No
     else:
         unrestricted = evaluator.problem._replace(options=replace(o, **DEFAULTS))
         unrestricted_shortage = _search_shortage(unrestricted) or least
-        hint = f"use GPUs of {unrestricted_shortage.gpu_gib} GiB" + "".join(
+        hint = f"{'remove plan.nodes and ' * bool(o.nodes)}use GPUs of {unrestricted_shortage.gpu_gib} GiB" + "".join(
             f", or {change}" for change in _fitting_changes(unrestricted, unrestricted_shortage)
         )
         if cpus := ", ".join(pool.name for pool in evaluator.site.pools if pool.gpu.is_cpu):

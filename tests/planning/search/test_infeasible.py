@@ -67,6 +67,11 @@ def test_the_memory_limit_of_a_plan_does_not_add_to_a_smaller_gpus() -> None:
     assert used["old"] <= 20 * 2**30 < used["new"]
 
 
+def test_changes_for_the_whole_site_are_given_without_the_fixed_nodes() -> None:
+    error = plan_error(make_site(2, memory_gib=8), nodes={"ib": 1})
+    assert error.hint is not None and error.hint.startswith("remove plan.nodes and use GPUs of ")
+
+
 def test_pipeline_strategy_needs_two_fabrics() -> None:
     error = plan_error(make_site(), strategy="pipeline")
     assert "there is only ib" in error.what and error.where == "plan.strategy"

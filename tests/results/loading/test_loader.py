@@ -19,7 +19,7 @@ from made_runs import make_line, make_plan, make_run
 from holmes_hpc.errors import ConfigError, RecordError
 from holmes_hpc.records.metrics import PARTS
 from holmes_hpc.records.run import RunDirectory
-from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps
+from holmes_hpc.results import RUN_COLUMNS, STAGE_COLUMNS, STEP_COLUMNS, load_runs, load_stages, load_steps, read_plan
 from holmes_hpc.results.columns import FAMILIES, family_values, stage_parts
 from holmes_hpc.results.compare import compare
 from holmes_hpc.results.loading import cache, loader
@@ -240,6 +240,13 @@ def test_older_lines_with_fewer_keys(tmp_path: Path) -> None:
     row = load_runs(run.path).iloc[0]
     assert (row["steps"], row["state"], row["step_time_s"]) == (8, "unfinished", 0.5)
     assert math.isnan(row["compute_s"]) and not [name for name in row.index if name.startswith(("stage_", "tx_bytes_"))]
+
+
+def test_a_plan_is_read_by_the_directory_of_its_run(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a", {"ib-a": 4}, steps=1)
+    plan = read_plan(run)
+    assert read_plan(str(run.path)) == read_plan(run.path) == plan and plan["components"][0]["nodes"] == 4
+    assert read_plan(tmp_path / "none") == {}
 
 
 def test_infinite_values_of_other_writers_stay_in_the_figures(tmp_path: Path) -> None:
