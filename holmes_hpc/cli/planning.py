@@ -33,7 +33,7 @@ CALIBRATION: tuple[str, ...] = ("train.measure=true", "train.steps=10", "slurm.t
 CALIBRATION += ("plan.schedule=1f1b",)
 _LEARN = "Correct compute and network costs by these runs."
 _OUTPUT = "Write the measurements here."
-_SECONDS = "Limit the search to S seconds. The plan shows how much a full search could gain."
+_SECONDS = "Limit the search to S seconds. The plan says what was not tried."
 
 
 @app.command(cls=command_with_keys("plan", "batch"))

@@ -95,7 +95,12 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
     assert plan.predicted is not None
     if shared_steps and shared_steps.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
         plan = to_plan(shared_steps, problem.site, [best, *slower])
-    return plan if clock.is_over() else _note_nearby_batch(plan, best, problem, clock)
+    if not clock.is_over():
+        return _note_nearby_batch(plan, best, problem, clock)
+    if options.unequal == "false" or conflicting_option(options, costs) or not _may_gain_per_stage(best, problem):
+        return plan
+    note = "the search was stopped before all layouts with per-stage TP/DP were tried, so a step may be shorter"
+    return replace(plan, assumptions=(*plan.assumptions, note))
 
 
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
@@ -291,9 +296,8 @@ def _refine(
         kind_gains = gains.setdefault((candidate.placement.strategy, len(candidate.placement.blocks)), [])
         is_near = candidate.seconds <= NEAR * shortest_s
         cannot_win = candidate.seconds > FAR * shortest_s or (not is_near and candidate.bound >= best_s)
-        is_hopeless = (
-            len(kind_gains) >= MIN_REFINED_OF_KIND and candidate.seconds * (1 - 2 * max(kind_gains) - MIN_GAIN) > best_s
-        )
+        is_known = len(kind_gains) >= MIN_REFINED_OF_KIND and candidate.bound >= min(c.bound for c in refined)
+        is_hopeless = is_known and candidate.seconds * (1 - 2 * max(kind_gains) - MIN_GAIN) > best_s
         if refined and (cannot_win or is_hopeless or clock.is_over() or len(refined) == MAX_REFINED):
             skipped.append(candidate)
             continue
@@ -306,7 +310,7 @@ def _refine(
     refined.sort(key=Candidate.sort_key)
     gap = 1 - bound_s / refined[0].seconds
     if gap > MIN_NOTED_GAP and clock.is_over():
-        note = f"the search was stopped: by lower bounds, a step could be up to {gap:.1%} shorter"
+        note = f"the search was stopped: by lower bounds, uniform layouts could be up to {gap:.1%} faster"
         refined[0] = replace(refined[0], notes=(*refined[0].notes, note))
     return [
         evaluator.simplify(evaluator.note_missing_depth(refined[0])),
