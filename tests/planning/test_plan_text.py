@@ -176,7 +176,7 @@ def test_steps_of_1000_seconds_and_more_are_whole_numbers() -> None:
 def test_a_layout_that_does_not_fit_is_in_the_summary() -> None:
     plan = fixed_plan(named("gpt_39b"), BATCH, SITE, PlanOptions(tp=1, pp=1, dp=16), Costs())
     text = "\n".join(summary(plan, Costs(), width=1000))
-    assert re.search("; it does not fit: .*; use more stages or TP, .*, or GPUs of .* GiB\n", text)
+    assert re.search("; it does not fit: .*; use more stages, TP or CP, .*, or GPUs of .* GiB\n", text)
     assert "would help" not in text  # a layout that cannot run needs no advice on its speed
 
 

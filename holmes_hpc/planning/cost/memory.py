@@ -280,6 +280,16 @@ def fits(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> np
     return np.asarray((memory(layout, layers).total() <= stage_capacity(layout, max_gib)).all(axis=1))
 
 
+def excess_passes(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> np.ndarray:
+    """Return by how many passes in flight each stage exceeds its memory, (S,), with per-stage TP/DP and one split."""
+    for count in (_base_memory, memory):  # the first is quick, and often suffices
+        held = count(layout, layers)
+        excess_bytes = np.maximum(0.0, held.total()[0] - stage_capacity(layout, max_gib))
+        if excess_bytes.any():
+            break
+    return np.ceil(excess_bytes * layout.schedule.in_flight / held.activations[0]).astype(int)
+
+
 def stage_capacity(layout: Layout, max_gib: float | None = None) -> np.ndarray:
     """Return the usable bytes of a GPU of each stage, the minimum over pipeline replicas, (S,)."""
     name, replicas = ("capacity", max_gib), range(len(layout.replicas))
@@ -327,5 +337,5 @@ def check_memory(layout: Layout, layers: np.ndarray) -> None:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
         smallest = min(gpus, key=lambda gpu: gpu.memory_gib)
         problem = f"{missing} of the {smallest.memory_gib:g} GiB on {smallest.name}"
-        hint = f"use more stages or TP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB"
+        hint = f"use more stages, TP or CP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB"
         raise PlanError(problem, where="memory", hint=hint)

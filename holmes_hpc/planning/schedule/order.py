@@ -276,6 +276,16 @@ def least_in_flight(replicas: tuple[int, ...], extra: tuple[int, ...] = ()) -> t
     return tuple(depths)
 
 
+def limited_in_flight(depths: Sequence[int], replicas: Sequence[int], micro_batches: Sequence[int]) -> list[int]:
+    """Return `depths`, (S,), limited to what the stage above lets a replica of each stage hold: no more than it sends
+    before it waits for a gradient. A replica that holds all of its `micro_batches`, (S,), does not wait."""
+    limited = list(depths)
+    for stage, (above, below) in enumerate(pairwise(replicas)):
+        if limited[stage] < micro_batches[stage]:
+            limited[stage + 1] = min(limited[stage + 1], (limited[stage] - 1) * above // below)
+    return limited
+
+
 @lru_cache(maxsize=1024)
 def _micro_batches_of_replicas(route: tuple[int, ...]) -> list[Sequence[int]]:
     """Return the micro-batches that each replica of a stage computes, in order."""

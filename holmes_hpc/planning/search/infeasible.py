@@ -125,8 +125,7 @@ DEFAULTS = {name: getattr(PlanOptions(), name) for name in _LIMITING}
 
 
 def _fitting_changes(problem: Problem, missing: Shortage) -> Iterator[str]:
-    """Yield changes of the batch and the site. A search has shown that the model fits after each of them.
-    `missing`: the memory shortage without any change."""
+    """Yield changes of batch and site after which a search found a plan. `missing`: the shortage without a change."""
     batch, site = problem.batch, problem.site
     if batch.micro_size > 1:
         least = _search_shortage(problem._replace(batch=replace(batch, micro_size=1)))

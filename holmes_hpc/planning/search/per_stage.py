@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby, permutations, product
 from math import ceil, inf
+from operator import truediv
 from typing import Any
 
 import numpy as np
@@ -19,12 +20,12 @@ from holmes_hpc.fabric.nodes import grouped
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout, schedule_of
-from holmes_hpc.planning.cost.memory import fits
+from holmes_hpc.planning.cost.memory import excess_passes, fits
 from holmes_hpc.planning.cost.timing import timing
 from holmes_hpc.planning.plan.parallel import Parallel, StageParallel, stage_parallel
 from holmes_hpc.planning.plan.plan import Component
 from holmes_hpc.planning.schedule.kinds import PER_STAGE, SCHEDULES, SPLIT
-from holmes_hpc.planning.schedule.order import least_in_flight
+from holmes_hpc.planning.schedule.order import least_in_flight, limited_in_flight
 from holmes_hpc.planning.search.candidate import BUCKETS, weight_pass_numbers, with_weight_passes
 from holmes_hpc.planning.search.explore import MAX_OVERESTIMATE, Clock
 from holmes_hpc.planning.search.layers import (
@@ -54,6 +55,7 @@ MORE_NEIGHBOURS, MORE_REFINEMENT = 4, 20  # ratios of these passes on small site
 ROUNDS = ((None, 6), (16, 40))  # (the best variants to refine, None: all near the best; the most simulations of each)
 SPLIT_ROUNDS = ((16, 60), (4, 200))  # the same with weight passes
 MIN_GAIN_OF_OPTION = 0.01  # the least gain of options that need more memory: weight passes, an unsharded optimizer
+MAX_CUTS = 3  # of passes in flight, until they fit in memory
 EXTRA_DEPTHS = (1, 3, 8)  # passes in flight to try beyond those that hide the transfers
 
 # Plan options with the values under which stages may differ in TP, DP and nodes.
@@ -74,8 +76,7 @@ FREE_VALUES: dict[str, tuple[Any, ...]] = {
 def conflicting_option(
     options: PlanOptions, costs: Costs, free_values: Mapping[str, tuple[Any, ...]] = FREE_VALUES
 ) -> str | None:
-    """Return the first option, as KEY=VALUE, whose value is not among its `free_values`; None if nothing conflicts.
-    Sharding of more than the optimizer conflicts, too."""
+    """Return the first option, as KEY=VALUE, not in its `free_values`, or sharding beyond the optimizer; else None."""
     for name, values in free_values.items():
         if (value := getattr(options, name)) not in values:
             return f"plan.{name}={value}"
@@ -118,9 +119,8 @@ def variants(problem: Problem, clock: Clock, max_s: float) -> list[Variant]:
     """Return all simulated and refined variants, the shortest step first.
 
     A site of up to MANY_GPUS is searched in each `order` of :func:`_search`, the last one only with more than FEW_POOLS
-    pools. The set of pools that the best variant uses is then searched again, up to MAX_SEARCHED_AGAIN times: the
-    number of passes to simulate is limited, so a search on fewer pools tries more shapes. Weight passes come last. The
-    list is empty if no shape that fits promises a step below `max_s` seconds."""
+    pools. The pools of the best variant are then searched again, up to MAX_SEARCHED_AGAIN times: on fewer pools, the
+    limit on passes allows more shapes. Weight passes come last. The list is empty if no step is below `max_s`."""
     memo, site, splits = Memo(), problem.site, problem.options.schedule == SPLIT.name or problem.tries_weight_passes
     max_s *= NEAR if splits else 1
     is_large = sum(pool.gpus for pool in site.pools) > MANY_GPUS
@@ -158,10 +158,9 @@ def _with_weight_passes(variant: Variant) -> Variant:
     return timed(replace(variant, layout=variant.layout.with_settings(schedule)))
 
 
-def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo, max_neighbours: int, order: str) -> list[Variant]:
-    """Return the variants of one search. `memo`: the results that all searches share. `max_neighbours`: the most passes
-    to simulate for neighbours. `order`: of the shapes: by "estimate", numbers of stages taking "turns", or by estimate,
-    with the "pools" of each shape reordered first."""
+def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo, neighbours: int, order: str) -> list[Variant]:
+    """Return the variants of one search. `memo`: the results that all searches share. `neighbours`: the most passes to
+    simulate for neighbours. `order`: by "estimate"; "turns" of numbers of stages; "pools" in their best order."""
     options, available = problem.options, available_pools(problem.site, problem.options)
     simulated, tried, passes = list[Variant](), set[Shape](), 0
 
@@ -210,7 +209,7 @@ def _search(problem: Problem, clock: Clock, max_s: float, memo: Memo, max_neighb
         if is_over(SHAPES) and len(tried) >= MIN_SHAPES:
             break
         simulate(balanced)
-    max_passes, expanded = passes + max_neighbours, set[Shape]()
+    max_passes, expanded = passes + neighbours, set[Shape]()
     while unexpanded := [v for v in simulated if v.shape not in expanded]:
         best = min(unexpanded, key=lambda v: v.seconds)
         if is_over(max_passes) or best.seconds > NEAR * least_s():
@@ -273,29 +272,33 @@ def _balanced_variant(problem: Problem, available: list[AvailablePool], shape: S
         layers = balanced_layers(layout, max_gib)
     except PlanError:
         return None
-    if layers is None or not fits(layout, layers, max_gib)[0]:
+    if layers is None or (fitting := next(_deepened(layout, layers, max_gib), None)) is None:
         return None
-    deeper = next(_deepened(layout, layers))
-    return Variant(deeper if fits(deeper, layers, max_gib)[0] else layout, layers, shape=shape)
+    return Variant(fitting, layers, shape=shape)
 
 
-def _deepened(layout: Layout, layers: np.ndarray, extras: Sequence[int] = (0,)) -> Iterator[Layout]:
-    """Yield, for each of `extras`, the layout with the passes in flight that hide the transfers, plus that many."""
+def _deepened(
+    layout: Layout, layers: np.ndarray, max_gib: float | None, extras: Sequence[int] = (0,)
+) -> Iterator[Layout]:
+    """Yield, for each of `extras`, the layout with the passes in flight that hide the transfers, plus that many, but at
+    most as many as fit in memory, and as the stage above lets a stage hold."""
     order, s, dps = layout.order, layout.schedule, tuple(stage.dp for stage in layout.parallel.stages)
     micro_batches = [len(order.micro_batches_of(order.row(i, 0))) for i in range(len(dps))]
-    hiding = _hiding_depths(layout, layers)[:-1]
-    for extra in extras:
-        depths = least_in_flight(dps, (*(n + extra for n in hiding), 0))
-        yield layout.with_settings(schedule_of(s.kind, tuple(map(min, depths, micro_batches)), s.deferred, s.final))
-
-
-def _hiding_depths(layout: Layout, layers: np.ndarray) -> tuple[int, ...]:
-    """Return, per stage, the extra passes in flight that hide the transfers to the next stage and back."""
-    d, sizes = timing(layout, layers).replicas[0], layout.parallel.stages
+    d = timing(layout, layers).replicas[0]
     compute_s = (d.forward + d.backward + d.weight)[0, :, 0].tolist()
-    slowest_s = max(seconds / stage.dp for seconds, stage in zip(compute_s, sizes, strict=True))  # per micro-batch
-    transfers_s = round_trips_s(layout)
-    return (*(ceil(s / (slowest_s * stage.dp) - 1e-3) for s, stage in zip(transfers_s, sizes, strict=False)), 0)
+    slowest_s = max(map(truediv, compute_s, dps))  # per micro-batch
+    hiding = [ceil(trip_s / (slowest_s * dp) - 1e-3) for trip_s, dp in zip(round_trips_s(layout), dps, strict=False)]
+    fewest = [*map(min, least_in_flight(dps), micro_batches)]
+    for extra in extras:
+        depths = [*map(min, least_in_flight(dps, (*(n + extra for n in hiding), 0)), micro_batches)]
+        for cut in range(MAX_CUTS + 1):
+            deeper = layout.with_settings(schedule_of(s.kind, tuple(depths), s.deferred, s.final))
+            excess = excess_passes(deeper, layers, max_gib)
+            if depths == fewest or not excess.any():
+                yield from () if excess.any() else (deeper,)
+                break
+            fewer = np.maximum(fewest, depths - excess).tolist()
+            depths = limited_in_flight(fewer, dps, micro_batches) if cut < MAX_CUTS - 1 else fewest
 
 
 def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | None:
@@ -304,8 +307,7 @@ def _front_loaded_variant(balanced: Variant, options: PlanOptions) -> Variant | 
     layers = front_loaded_layers(balanced.layout)
     if np.array_equal(layers, balanced.layers):
         return None
-    layouts = _deepened(balanced.layout, balanced.layers, (*EXTRA_DEPTHS[::-1], 0))
-    layout = next((layout for layout in layouts if fits(layout, layers, options.max_memory_gib)[0]), None)
+    layout = next(_deepened(balanced.layout, layers, options.max_memory_gib, (*EXTRA_DEPTHS[::-1], 0)), None)
     return None if layout is None else replace(balanced, layout=layout, layers=layers)
 
 
@@ -351,8 +353,8 @@ def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str
 
 def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield changes to other numbers of passes in flight that fit in memory."""
-    for deeper in _deepened(variant.layout, variant.layers, (0, *EXTRA_DEPTHS)):
-        if deeper.schedule != variant.layout.schedule and fits(deeper, variant.layers, options.max_memory_gib)[0]:
+    for deeper in _deepened(variant.layout, variant.layers, options.max_memory_gib, (0, *EXTRA_DEPTHS)):
+        if deeper.schedule != variant.layout.schedule:
             yield {"layout": deeper}
 
 
@@ -387,9 +389,7 @@ def _layer_moves(variant: Variant, options: PlanOptions) -> Iterator[dict[str, A
         if counts[source] > 1
     ]
     for move in sorted(moves, key=busiest_first):
-        layers, layout = chunk_layers(move, 1), variant.layout
-        if not fits(layout, layers, options.max_memory_gib)[0]:
-            layout = next(_deepened(layout, layers))
-            if not fits(layout, layers, options.max_memory_gib)[0]:
-                continue
-        yield {"layers": layers, "layout": layout}
+        layers, layout, max_gib = chunk_layers(move, 1), variant.layout, options.max_memory_gib
+        fitting = layout if fits(layout, layers, max_gib)[0] else next(_deepened(layout, layers, max_gib), None)
+        if fitting is not None:
+            yield {"layers": layers, "layout": fitting}

@@ -15,7 +15,7 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.planning.schedule.graph import Durations
 from holmes_hpc.planning.schedule.kinds import COMPUTING, Pass, StageTransfer
 from holmes_hpc.planning.schedule.launches import Post, check_launches, gloo_launches, nccl_launches
-from holmes_hpc.planning.schedule.order import Order, least_in_flight
+from holmes_hpc.planning.schedule.order import Order, least_in_flight, limited_in_flight
 from holmes_hpc.planning.schedule.simulation import RowDurations, TimedPass, row_end_times, step_seconds
 
 
@@ -34,6 +34,19 @@ def test_the_least_depth_and_larger_ones_do_not_deadlock(
     replicas: tuple[int, ...], count: int, extra: list[int]
 ) -> None:
     check_launches(round_robin(replicas, count, least_in_flight(replicas, tuple(extra))))
+
+
+@settings(max_examples=60)
+@given(REPLICAS, st.integers(5, 30), st.lists(st.integers(0, 9), min_size=4, max_size=4))
+def test_depths_within_those_of_the_stage_above_do_not_deadlock(
+    replicas: tuple[int, ...], count: int, more: list[int]
+) -> None:
+    micro_batches = [-(-count // dp) for dp in replicas]
+    fewest = [*map(min, least_in_flight(replicas), micro_batches)]
+    wanted = [min(sum(pair), most) for *pair, most in zip(fewest, more, micro_batches, strict=False)]
+    limited = limited_in_flight(wanted, replicas, micro_batches)
+    check_launches(round_robin(replicas, count, tuple(limited)))
+    assert all(few <= depth <= want for few, depth, want in zip(fewest, limited, wanted, strict=True))
 
 
 def test_too_little_in_flight_is_refused() -> None:

@@ -267,6 +267,15 @@ def test_refinement_includes_candidates_that_are_behind() -> None:
     assert free_s <= fixed_s * (1 + 1e-9)
 
 
+def test_the_candidate_with_the_lowest_bound_is_refined() -> None:
+    """With the A100 first, a plan of 6 nodes each is 2.9% faster than the best plan before orders are tried. Six
+    candidates that gain nothing came first."""
+    site = make_site(100, ("ib", 7, 3200.0, H100), ("ib", 7, 800.0, A100))
+    fixed = {"tp": 2, "pp": 6, "dp": 8, "pool_order": ("ib-1", "ib-0"), "nodes": {"ib-0": 6, "ib-1": 6}}
+    free_s, told_s = (step_s("mixtral_8x7b", Batch(512, 1, 8192), site, **options) for options in ({}, fixed))
+    assert free_s <= 1.005 * told_s
+
+
 def test_free_micro_batch_size_gives_no_slower_plan() -> None:
     site = make_site(25, ("ib", 6, 200.0, A100), ("roce", 6, 200.0, A100))
     batch = Batch(1536, 4, 2048)

@@ -16,13 +16,16 @@ from holmes_hpc.errors import PlanError
 from holmes_hpc.fabric.site import NicType, Pool, Site
 from holmes_hpc.planning.cache import Memo
 from holmes_hpc.planning.cost.costs import Costs
-from holmes_hpc.planning.cost.layout import Layout
-from holmes_hpc.planning.cost.predict import predict
+from holmes_hpc.planning.cost.layout import Layout, schedule_of
+from holmes_hpc.planning.cost.memory import USABLE_SHARE, fits, memory
+from holmes_hpc.planning.cost.predict import layer_array, predict
 from holmes_hpc.planning.cost.timing import step_s
-from holmes_hpc.planning.plan_text import explain
+from holmes_hpc.planning.plan_text import explain, summary
 from holmes_hpc.planning.schedule.launches import check_launches
+from holmes_hpc.planning.schedule.order import least_in_flight
 from holmes_hpc.planning.search import per_stage
 from holmes_hpc.planning.search.best import best_plan
+from holmes_hpc.planning.search.explore import Clock
 from holmes_hpc.planning.search.problem import Problem, available_pools, timed
 from holmes_hpc.planning.search.stage_shapes import best_shapes
 
@@ -65,6 +68,31 @@ def test_weight_passes_shorten_the_steps_of_per_stage_plans() -> None:
     assert split.step_time_s == pytest.approx(predict(plans["zero_bubble"], Costs()).step_time_s)
     assert sum(split.memory_bytes_per_gpu) > sum(eager.memory_bytes_per_gpu)  # of deferred weight passes
     check_launches(plans["zero_bubble"].order)
+
+
+def test_a_plan_says_if_per_stage_layouts_were_not_tried() -> None:
+    for unequal in ("auto", "false"):
+        stopped = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal=unequal), Costs(), Clock(1e-9))
+        assert any("per-stage TP/DP were tried" in note for note in stopped.assumptions) is (unequal == "auto")
+        assert any("per-stage TP/DP were tried" in line for line in summary(stopped, Costs())) is (unequal == "auto")
+    full = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(), Costs())
+    assert not any("stopped" in note for note in full.assumptions)
+
+
+def test_as_many_passes_are_in_flight_as_fit_in_memory() -> None:
+    plan = best_plan(SMALL, Batch(60, 1, 1024), UNEVEN, PlanOptions(unequal="true"), Costs())
+    layout, layers = Layout.of(plan, Costs()), layer_array(plan)
+    (deep,) = per_stage._deepened(layout, layers, None, (8,))
+    fewest = least_in_flight(tuple(stage.dp for stage in layout.parallel.stages))
+    few = layout.with_settings(schedule_of(layout.schedule.kind, fewest))
+    few_gib, deep_gib = (memory(x, layers).total().max() / 2**30 / USABLE_SHARE for x in (few, deep))
+    max_gib = 0.6 * few_gib + 0.4 * deep_gib
+    (cut,) = per_stage._deepened(layout, layers, max_gib, (8,))
+    assert fits(cut, layers, max_gib)[0] and not fits(deep, layers, max_gib)[0]
+    depths = (few.schedule.in_flight, cut.schedule.in_flight, deep.schedule.in_flight)
+    assert all(a <= b <= c for a, b, c in zip(*depths, strict=True)) and len({*depths}) == 3
+    assert step_s(cut, layers)[0] < step_s(few, layers)[0]
+    assert not [*per_stage._deepened(layout, layers, 0.99 * few_gib)]
 
 
 def test_one_fabric_gets_a_uniform_layout() -> None:
