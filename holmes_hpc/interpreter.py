@@ -1,7 +1,6 @@
 """Arguments of Python that run a module without code from the working directory, and a check of that directory.
 
-`python -m MODULE` searches the working directory first. In another user's folder, it would run that user's
-`submitit.py`, for example."""
+`python -m MODULE` searches the working directory first: in another user's folder, it would run that user's code."""
 
 import os
 import sys

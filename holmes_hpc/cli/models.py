@@ -44,8 +44,7 @@ def batches(json: Json = False) -> None:
 
 
 def _require_checkpoint(run: str) -> None:
-    """Raise HolmesError if `run` is neither a checkpoint's directory nor a run with a checkpoint.
-    Commands call this before the slow import of torch."""
+    """Raise HolmesError, before torch is imported, if `run` is neither a checkpoint nor a run with one."""
     if not (Path(run) / checkpoint_directory.DESCRIPTION).is_file():
         checkpoint_directory.require_checkpoints(find_run(run).checkpoints)
 

@@ -58,8 +58,7 @@ def read_model(path: Path) -> ModelSpec:
 
 
 def model_of(config: Mapping[str, Any], name: str, where: str) -> ModelSpec:
-    """Return the model that `config`, the content of a config.json, describes; its dropout is 0.
-    `where`: the path of the file, for errors."""
+    """Return the model that `config`, a config.json's content, describes; dropout is 0. `where`: the file's path."""
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         reason = _TABLE["not_covered"].get(model_type)

@@ -25,8 +25,7 @@ def careful_umask() -> None:
 
 
 def is_own(path: str | os.PathLike[str], mode: int = 0o777) -> bool:
-    """Return whether the file at `path` belongs to this user and grants no permission outside `mode`.
-    False if it does not exist or cannot be read."""
+    """Return whether the file at `path` is readable, belongs to this user and grants no permission outside `mode`."""
     with contextlib.suppress(OSError):
         status = os.stat(path)
         return status.st_uid == os.getuid() and not status.st_mode & 0o777 & ~mode
@@ -127,8 +126,7 @@ def _path_parts(path: Path) -> list[Path]:
 
 
 def _is_private_group(group: int) -> bool:
-    """Return whether `group` is the private group of root or of this user, and has no other users as members.
-    Many systems create a private group for each user."""
+    """Return whether `group` is the private group of root or this user, as many systems create, without others."""
     try:
         user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
     except KeyError:

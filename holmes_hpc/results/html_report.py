@@ -15,8 +15,7 @@ from holmes_hpc.results.report import Report
 
 
 def write_html(report: Report, path: str | os.PathLike[str]) -> None:
-    """Write the HTML report to `path`: the answer first, then figures and tables.
-    Raise RecordError if the file cannot be written."""
+    """Write the HTML report to `path`, the answer first. Raise RecordError if the file cannot be written."""
     with RecordError.instead_of(OSError, where=path, hint="choose a writable path"):
         Path(path).write_text(render_html(report), encoding="utf-8")
 

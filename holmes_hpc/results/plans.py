@@ -22,8 +22,7 @@ SHAPE: dict[str, Any] = read_table(__file__)  # an example of a plan; values of 
 
 
 def read_plan(run: RunDirectory | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the content of plan.yaml of a run, given as its directory; callers must not change it. Empty if it is
-    missing or unreadable."""
+    """Return plan.yaml of a run, given as its directory; empty if it is unreadable. Callers must not change it."""
     directory = run if isinstance(run, RunDirectory) else RunDirectory(run)
     try:
         return _plan(read_file(directory.plan_path).decode("utf-8"))

@@ -278,8 +278,7 @@ class Trainer:
         return self.batches(self.training, self.step)
 
     def _forward_backward(self, batches: list[Iterator[Any]], forward_only: bool) -> list[torch.Tensor]:
-        """Run the schedule of one step. The first TP rank of the last stage returns each micro-batch's mean loss, on
-        its device. Other ranks return []."""
+        """Run the schedule of one step. The last stage's first TP rank returns the micro-batches' losses, others []."""
         outputs = self.forward_backward(
             forward_step_func=partial(gpt.forward_step, masked=self.document_end is not None),
             data_iterator=batches if len(batches) > 1 else batches[0],

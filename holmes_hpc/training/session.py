@@ -235,8 +235,7 @@ def _lock_run(launch: Launch, run: RunDirectory, rank_exit: RankExit) -> int:
     job = launch.key.removeprefix("slurm-").partition("-")[0] if launch.launcher == "srun" else ""
 
     def is_over(owner: LockOwner) -> bool:
-        """Return whether the job of the lock's owner has ended, or was requeued as this job. The file server may still
-        hold the lock of a node that died."""
+        """Return whether the lock owner's job has ended or was requeued as this one; a dead node's lock may stay."""
         if not owner.job or owner.host == launch.node:
             return False
         return owner.job == job or ((state := ending_state(owner.job)) is not None and state.ended)

@@ -181,8 +181,7 @@ def step_s(layout: Layout, layers: np.ndarray, passes: int = simulation.ACCURATE
 def least_s(
     layout: Layout, layers: np.ndarray, bucket_bytes: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (a lower bound of :func:`step_s`, the bound plus all exposed data-parallel traffic).
-    The bound is much quicker to compute."""
+    """Return (a lower bound of :func:`step_s`, quickly; the bound plus all exposed data-parallel traffic)."""
     if layout.order.schedule.splits:  # bound: all weight passes overlap with the last reduction
         s, most = layout.schedule, (layout.order.micro_batches,) * layout.parallel.pp
         layout = layout.with_settings(schedule_of(s.kind, s.in_flight, most, most))

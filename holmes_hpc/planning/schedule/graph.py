@@ -280,8 +280,7 @@ def _background_arcs(numbers: NodeNumbers, shared: tuple[bool, ...]) -> tuple[Ar
 
 
 def _with_weight_passes(n: NodeNumbers, stage: int, nodes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (the nodes of passes and weight passes of `stage` in order, the node before each of the passes `nodes`).
-    See :meth:`Order.with_weight_passes`."""
+    """Return (the nodes of passes and weight passes of `stage` in order, the node before each pass of `nodes`)."""
     computed = nodes
     if n.order.schedule.splits:  # without virtual stages: the k-th weight pass belongs to the k-th backward pass
         backward = nodes[nodes >= (2 * stage + 1) * n.turns]

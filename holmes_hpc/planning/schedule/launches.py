@@ -207,8 +207,7 @@ class _Step:
         return max(arrivals.values()) if len(arrivals) == self.order.replicas[stage] else None
 
     def run(self, advance: Callable[[int, Launch], bool]) -> None:
-        """Run all rows. `advance` completes a row's next launch, or returns False if it has to wait.
-        PlanError if a row would wait forever."""
+        """Run all rows. `advance` completes a row's next launch, or returns False. PlanError if a row waits forever."""
         last_progress, progress = -1, 0
         while last_progress < progress:
             last_progress = progress

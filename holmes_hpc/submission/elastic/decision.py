@@ -216,8 +216,7 @@ class Decision:
 
 
 def _decide_without(lost: tuple[str, ...], state: State, present: list[str], awaited: list[str]) -> Decision:
-    """Return the decision after the loss of nodes: a spare takes over, or a plan for the remaining nodes.
-    `awaited`: nodes whose agents still load torch."""
+    """Return the decision when nodes are lost: a spare, or another plan. `awaited`: nodes still loading torch."""
     if placement := state.placement.without(lost, present) or state.placement.without(lost, {*present, *awaited}):
         return Decision(lost, placement)
     nodes = state.placement.usable_nodes(present)

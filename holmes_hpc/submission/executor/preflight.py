@@ -131,8 +131,7 @@ def describe(index: int, request: ComponentRequest) -> str:
 
 
 def feasible_change(request: ComponentRequest, *, timeout_min: object = None) -> str:
-    """Return a hint on a change that makes an infeasible request feasible: a shorter time limit, fewer nodes, another
-    partition, or a condition to remove."""
+    """Return a hint on what makes a request feasible: less time, fewer nodes, another partition, no condition."""
 
     def is_feasible(candidate: ComponentRequest) -> bool:
         return try_component(candidate, timeout_min=timeout_min).ok

@@ -40,8 +40,7 @@ def attempt_id(environ: Mapping[str, str]) -> str:
 
 
 def has_new_steps(run: RunDirectory, attempt: str) -> bool:
-    """Return whether the attempt with the id `attempt` made a step that no earlier attempt had made.
-    An attempt that rank 0 did not record has made none."""
+    """Return whether `attempt` made a step that no earlier one had made; False if rank 0 did not record it."""
     attempts = run.read_run()["attempts"]
     if not attempts or attempts[-1].get("start", attempt) != attempt:
         return False

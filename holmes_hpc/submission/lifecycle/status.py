@@ -348,8 +348,7 @@ def log_paths(run: RunDirectory) -> list[Path]:
 
 
 def end_detector(run: RunDirectory, slurm_every_s: float = 10.0) -> Callable[[], bool]:
-    """Return a function that returns whether the run has ended for good.
-    It queries Slurm at most every `slurm_every_s`."""
+    """Return a function that tells whether the run has ended for good; it asks Slurm at most every `slurm_every_s`."""
     queried_at = -math.inf
 
     def has_ended() -> bool:

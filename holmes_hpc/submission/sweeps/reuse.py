@@ -111,8 +111,7 @@ def parse_reuse(value: Any, sweeper: str) -> bool | str:
 def find_earlier_jobs(
     manifest: Manifest, candidates: Sequence[Candidate], states: Mapping[SweepJob, JobState]
 ) -> EarlierJobs:
-    """Return {key: earlier job} for each candidate whose job of an earlier launch has completed or is active.
-    `states`: the states of jobs in the manifest."""
+    """Return {key: earlier job} for each candidate whose earlier job has completed or is active, by job `states`."""
     earlier_jobs = {}
     for key, digest, program in ((c.key, c.digest, c.program) for c in candidates):
         job = manifest.find(key, digest)

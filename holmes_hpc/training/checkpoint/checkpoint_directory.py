@@ -206,8 +206,7 @@ def prune(folder: Path, keep: int) -> list[int]:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove unfinished checkpoints, and restore a checkpoint whose replacement was interrupted.
-    Call it only while no process writes a checkpoint."""
+    """Remove unfinished checkpoints, and restore one whose replacement was interrupted. No process may be writing."""
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
             if path.name.startswith((".saving-", ".old-")):

@@ -201,8 +201,7 @@ def parse_blend(prefix: str | Sequence[str | float] | None) -> tuple[list[str], 
 
 
 def parse_split(split: str, evaluates: bool) -> dict[str, Fractions]:
-    """Parse "90,10" into the fractions of "training" and "validation".
-    Validation is omitted unless the run `evaluates`."""
+    """Parse "90,10" into the fractions of "training" and, if the run `evaluates`, of "validation"."""
     try:
         parts = [float(p) for p in str(split).split(",")]
     except ValueError:

@@ -208,8 +208,7 @@ class NicLog:
 
 
 def sum_by_kind(plan: Plan, rows: Rows) -> dict[str, dict[str, int]]:
-    """Return the bytes of each fabric, summed over nodes: its name or ``ethernet`` -> {tx, rx}. `rows`: the results of
-    :meth:`Traffic.take` on every rank."""
+    """Return {fabric or ``ethernet``: {tx, rx}}, bytes of all nodes. `rows`: of :meth:`Traffic.take`, every rank's."""
     total: defaultdict[str, dict[str, int]] = defaultdict(lambda: {"tx": 0, "rx": 0})
     ends = list(accumulate(c.ranks for c in plan.components))
     for component, ranks in zip(plan.components, np.split(rows, ends[:-1]), strict=True):

@@ -62,8 +62,7 @@ def published_path(run_dir: Path, launch: Launch) -> Path:
 
 
 def host_store(run_dir: Path, launch: Launch, address: str, attempt: int, timeout_s: float) -> dist.TCPStore:
-    """Start the store on this node's `address` and publish it. Called by rank 0.
-    Raise NetworkError if the address cannot be used."""
+    """Start the store on this node's `address` and publish it (rank 0). NetworkError if the address cannot be used."""
     secret = authentication.new_secret()
     try:
         listener, server, proxy = _start_servers(address, secret, _greeting_s(launch))

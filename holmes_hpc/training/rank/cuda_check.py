@@ -57,8 +57,7 @@ class CudaFacts:
 
 
 def collect_facts() -> CudaFacts:
-    """Return the facts of this process. Call it only for training on CUDA, because it queries the driver.
-    It creates no CUDA context."""
+    """Return the facts of this process. Call it only for training on CUDA, because it queries the driver."""
     torch_cuda = torch.version.cuda
     te_version, te_error = transformer_engine()
     return CudaFacts(
@@ -74,8 +73,7 @@ def collect_facts() -> CudaFacts:
 
 
 def _driver_cuda() -> int:
-    """Return the newest CUDA version that the driver supports (12040 for 12.4), 0 without a driver.
-    Torch no longer offers this query."""
+    """Return the newest CUDA version that the driver supports (12040 for 12.4), 0 without a driver."""
     version = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))

@@ -44,8 +44,7 @@ class Launch:
 
 
 def read_launch(environ: Mapping[str, str] = os.environ, host: str = "") -> Launch:
-    """Return the place of this process in the job, from the variables of torchrun or Slurm.
-    `host`: this machine's name, "" to ask the system."""
+    """Return this process's place in the job, from torchrun's or Slurm's variables. `host`: its name, "" to ask."""
     host = host or socket.gethostname()
     if environ.get("RANK") and environ.get("WORLD_SIZE"):
         return _torchrun(environ, host)
