@@ -62,7 +62,7 @@ class Space:
             PlanError.refuse("plan.distributed_optimizer", (is_unsharded and not is_lone, problem, hint))
 
     def placements(self, margin: float = MARGIN) -> list[Placement]:
-        """Return all placements if few, else those that a :class:`Limit` with `margin` keeps; by :meth:`sort_key`."""
+        """Return all placements if few, else those that a Limit with `margin` keeps; by :meth:`Placement.sort_key`."""
         limit, placements = Limit(len(self.available), margin), list[Placement]()
         for _, index, dp in sorted(
             (costs.bound_s(dp, range(len(costs.available))), index, dp)
