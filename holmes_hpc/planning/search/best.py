@@ -89,22 +89,22 @@ def _best_plan(problem: Problem, clock: Clock) -> Plan:
         if shared_steps is None:
             raise
         return to_plan(shared_steps, problem.site, [])
-    tries_per_stage = not clock.is_over() and (options.unequal == "true" or _may_gain_per_stage(best, problem))
-    per_stage_plan = _per_stage_plan(problem, clock, [best, *slower]) if tries_per_stage else None
+    may_gain = _may_gain_per_stage(best, problem)
+    per_stage_plan = _per_stage_plan(problem, clock, [best, *slower]) if may_gain and not clock.is_over() else None
     plan = per_stage_plan or to_plan(best, problem.site, slower)
     assert plan.predicted is not None
     if shared_steps and shared_steps.seconds < (1 - MIN_PER_STAGE_GAIN) * plan.predicted.step_time_s:
         plan = to_plan(shared_steps, problem.site, [best, *slower])
     if not clock.is_over():
         return _note_nearby_batch(plan, best, problem, clock)
-    if options.unequal == "false" or conflicting_option(options, costs) or not _may_gain_per_stage(best, problem):
-        return plan
     note = "the search was stopped before all layouts with per-stage TP/DP were tried, so a step may be shorter"
-    return replace(plan, assumptions=(*plan.assumptions, note))
+    return replace(plan, assumptions=(*plan.assumptions, *[note] * may_gain))
 
 
 def _may_gain_per_stage(best: Candidate, problem: Problem) -> bool:
-    """Return whether per-stage TP/DP may be faster than the best uniform layout."""
+    """Return whether per-stage TP/DP is allowed, and asked for or possibly faster than the best uniform layout."""
+    if problem.options.unequal != "auto" or conflicting_option(problem.options, problem.costs):
+        return problem.options.unequal == "true"
     available = available_pools(problem.site, problem.options)
     kinds = {(a.pool.gpu, a.nodes, a.gpus_per_node) for a in available}
     used_nodes = sum(block.nodes for block in best.placement.blocks)
