@@ -353,9 +353,9 @@ def _bucket_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str
 
 def _depth_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
     """Yield changes to other numbers of passes in flight that fit in memory."""
-    for deeper in _deepened(variant.layout, variant.layers, options.max_memory_gib, (0, *EXTRA_DEPTHS)):
-        if deeper.schedule != variant.layout.schedule:
-            yield {"layout": deeper}
+    layouts = _deepened(variant.layout, variant.layers, options.max_memory_gib, (0, *EXTRA_DEPTHS))
+    different = {layout.schedule: layout for layout in layouts if layout.schedule != variant.layout.schedule}
+    yield from ({"layout": layout} for layout in different.values())
 
 
 def _weight_changes(variant: Variant, options: PlanOptions) -> Iterator[dict[str, Any]]:
