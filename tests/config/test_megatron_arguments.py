@@ -140,6 +140,10 @@ def test_tp_splits_experts_by_default_as_in_megatron() -> None:
         ("--seq-length $SEQ", "shell variable"),
         ("--tokenizer-type Llama2Tokenizer", "add --vocab N"),
         ("--save 'x", "close its quotes"),
+        (
+            "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 4",
+            "a pipeline stage has 6 layers; give --num-layers-per-virtual-pipeline-stage a divisor",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(words: str, message: str) -> None:
@@ -221,7 +225,7 @@ def test_a_default_counts_if_the_script_leaves_the_variable_unset_or_empty() -> 
         ("--seed 1 $EXTRA", "$EXTRA cannot be read"),
         ("--seed ${EXTRA[@]}", "${EXTRA[@]} cannot be read"),
         ('--seed "$@"', "$@ cannot be read"),
-        ("${FP8_ARGS[@]}", "${FP8_ARGS[@]} cannot be read"),
+        ("${FP8_ARGS[@]}", "--fp8-format hybrid depends on a condition; write its value"),
         ("--bf16 $EXTRA", "--bf16 $EXTRA has a shell variable"),
     ],
 )
@@ -232,6 +236,48 @@ def test_other_variables_of_a_script_are_refused(argument: str, message: str, tm
     with pytest.raises(ConfigError) as error:
         read_arguments(str(script))
     assert message in str(error.value)
+
+
+CONDITIONS = """
+FORMAT=${1:-"fp8"}
+KIND=A
+ARGS=( --bf16 --overlap-grad-reduce )
+if [[ "$FORMAT" == "fp8" ]] || [ -z "$UNKNOWN" ]; then
+  ARGS=( "${ARGS[@]}" "--fp8-format hybrid" )
+else
+  ARGS=( --fp16 )
+  ARGS+=( --tensor-model-parallel-size 2 )
+fi
+if [ ! -f train/pretrain_gpt.py ]; then echo "no file"; mkdir $(dirname $X); fi
+if [ -n "$WANDB" ]; then
+  ARGS+=( --wandb-project "$WANDB" --log-interval=5 )
+fi
+if [ $KIND != "A" ];
+then
+  torchrun pretrain_gpt.py --num-layers 4
+else
+  if [ $KIND = "A" ]; then ARGS+=(--swiglu); fi
+  torchrun train/pretrain_gpt.py SIZES ${ARGS[@]}
+fi
+python other.py --num-layers 8
+"""
+
+
+def test_branches_of_a_script_count_if_their_conditions_hold() -> None:
+    a = read_arguments(CONDITIONS.replace("SIZES", SMALL))
+    assert a.keys.items() >= {"train.dtype": "bf16", "model.swiglu": True, "train.overlap_grad_reduce": True}.items()
+    assert a.facts["fp8"] and a.keys["model.layers"] == 12 and "plan.tp" not in a.keys
+    assert a.ignored[-2:] == ("--wandb-project ${CONDITION} $WANDB", "--log-interval ${CONDITION} 5")
+
+
+@pytest.mark.parametrize(
+    "condition", ['[ "$X" = 1 ]', "[ -d data ]", '[[ -n "$X" && 1 == 1 ]]', "[ a = b ]; then :; elif [ b = b ]"]
+)
+def test_options_under_unknown_conditions_are_refused(condition: str) -> None:
+    for change in ("A+=(--bf16)", "A=(--bf16)", 'A="$A --bf16"', 'A="--bf16"'):
+        script = f"A=( --seed 1 )\nif {condition}; then\n  {change}\nfi\ntorchrun pretrain_gpt.py {SMALL} ${{A[@]}}"
+        with pytest.raises(ConfigError, match="--bf16 depends on a condition; write its value"):
+            read_arguments(script)
 
 
 def test_brackets_that_open_before_the_program_close_nothing_else() -> None:
