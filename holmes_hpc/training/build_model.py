@@ -1,6 +1,6 @@
 """A rank's part of the model: its chunks, the emulation of their compute, data parallelism and the optimizer."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.core import parallel_state
 
@@ -12,22 +12,12 @@ from holmes_hpc.training.pipeline import eager_1f1b
 from holmes_hpc.training.session import Session
 
 
-class BuiltModel(NamedTuple):
-    """The model of a rank: Megatron-Core's `config`, the `chunks` without their DDP wrappers, split `weights` passes
-    (None if the plan has none), the `models` with DDP, and the `optimizer`."""
-
-    config: Any
-    chunks: list[Any]
-    weights: WeightGradients | None
-    models: list[Any]
-    optimizer: Any
-
-
 def build(
     session: Session, train: TrainConfig, breakdown: Breakdown, document_end: int | None, seed: int | None
-) -> BuiltModel:
-    """Build the model and the optimizer of this rank, timed by `breakdown`. `document_end`: see :func:`document_end`;
-    `seed`: the seed of the initial weights, None if a checkpoint's weights will be loaded."""
+) -> tuple[Any, list[Any], WeightGradients | None, list[Any], Any]:
+    """Build the model and the optimizer of this rank, timed by `breakdown`. Return Megatron-Core's configuration, the
+    chunks without DDP, split weight passes (None if the plan has none), the chunks with DDP, and the optimizer.
+    `document_end`: see :func:`document_end`; `seed`: of the initial weights, None if a checkpoint's will be loaded."""
     plan, stage = session.plan, parallel_state.get_pipeline_model_parallel_rank()
     dtype = gpt.dtype_of(train.dtype, session.cuda)
     config = gpt.transformer_config(plan, dtype, cuda=session.cuda, fp8=train.fp8, timers=breakdown, stage=stage)
@@ -46,4 +36,4 @@ def build(
     optimizer.time_waits(built_optimizer, models, breakdown)
     for owner, function in experts.EXCHANGES if plan.model.experts.count else ():
         breakdown.wrap(owner, function, "expert_s")
-    return BuiltModel(config, chunks, weights, models, built_optimizer)
+    return config, chunks, weights, models, built_optimizer

@@ -86,8 +86,7 @@ class Trainer:
         checkpoint = config.checkpoint
         watchdog.start_set_up("building the model")
         built = build(session, train, self.breakdown, self.document_end, None if checkpoint else train.seed)
-        self.model_config, self.weights = built.config, built.weights
-        self.models, self.optimizer, chunks = built.models, built.optimizer, built.chunks
+        self.model_config, chunks, self.weights, self.models, self.optimizer = built
         self.early_steps = EarlySteps(self.optimizer, self.models, train)
         self.expert_tokens = experts.TokenCounter(chunks)
         self.groups = ProcessGroupCollection.use_mpu_process_groups()

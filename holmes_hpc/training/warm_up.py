@@ -20,22 +20,8 @@ from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 # Megatron-Core's names of the groups whose communicators a step uses; several names may mean one group.
 GROUPS = (
-    "tp",
-    "cp",
-    "dp_cp",
-    "intra_dp_cp",
-    "inter_dist_opt",
-    "pp",
-    "embd",
-    "pos_embd",
-    "mp",
-    "intra_dist_opt",
-    "tp_dp_cp",
-    "ep",
-    "tp_ep",
-    "tp_ep_pp",
-    "expt_dp",
-    "intra_expt_dp",
+    *("tp", "cp", "dp_cp", "intra_dp_cp", "inter_dist_opt", "pp", "embd", "pos_embd", "mp", "intra_dist_opt"),
+    *("tp_dp_cp", "ep", "tp_ep", "tp_ep_pp", "expt_dp", "intra_expt_dp"),
 )
 
 

@@ -179,10 +179,6 @@ class SlurmHetExecutor(core.PicklingExecutor):
         """Return the batch script of the next submission, without its token."""
         return self._text(self.request())
 
-    @property
-    def _submitit_command_str(self) -> str:
-        return self._command(self.python)
-
     def _command(self, python: str) -> str:
         is_other_python = python != shlex.quote(sys.executable)
         return f"{python} {shlex.join(task_arguments(self.folder, self.task_module, any_version=is_other_python))}"

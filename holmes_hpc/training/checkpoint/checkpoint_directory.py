@@ -88,13 +88,9 @@ def check_identity(saved: Mapping[str, Any], model: ModelSpec, where: str) -> No
         return {k: v for k, v in flat.items() if k.split(".")[-1] not in _NOT_IDENTITY}
 
     saved, expected, hint = identity(saved), identity(asdict(model)), "use a plan for the model that was trained"
-    DataError.refuse(
-        where,
-        *(
-            (saved[key] != expected[key], f"checkpoint has {key}={saved[key]}, plan has {key}={expected[key]}", hint)
-            for key in expected
-        ),
-    )
+    for key in expected:
+        problem = f"checkpoint has {key}={saved[key]}, plan has {key}={expected[key]}"
+        DataError.refuse(where, (saved[key] != expected[key], problem, hint))
 
 
 def complete_checkpoints(folder: Path) -> list[Checkpoint]:

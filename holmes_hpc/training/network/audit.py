@@ -180,17 +180,10 @@ class Audit:
             replace(load, bytes=load.bytes * self._factors[load.node][load.kind])
             for load in planned_loads(planned, [n.node for n in nodes])
         ]
-        self._names = {
-            name: {
-                "other": f"that the plan does not use (nics/{name}.jsonl names it)",
-                **{
-                    kind: n.interfaces[transport][0]
-                    for kind, transport in (("ethernet", "tcp"), (self._kinds[name], "rdma"))
-                    if transport in n.interfaces
-                },
-            }
-            for name, n in by_name.items()
-        }
+        self._names = {name: {"other": f"that the plan does not use (nics/{name}.jsonl names it)"} for name in by_name}
+        for name, n in by_name.items():
+            kinds = {"tcp": "ethernet", "rdma": self._kinds[name]}
+            self._names[name] |= {kinds[transport]: nic[0] for transport, nic in n.interfaces.items()}
         self._planned = np.zeros((3, len(by_name)))  # bytes per step: rows Ethernet, RDMA, other; a column per node
         for load in self._loads:
             self._planned[int(load.kind != "ethernet"), numbers[load.node]] += load.bytes

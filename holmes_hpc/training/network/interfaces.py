@@ -195,21 +195,12 @@ def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint
     site = plan.site
     pool = site.pool(plan.places[rank].pool)
     counts = Counter(site.pool(place.pool).fabric_name for place in set(plan.places))
-    return {
-        kind: Endpoint(
-            interface,
-            address,
-            gbps=site.rate_gbps(kind, pool),
-            gbps_to={
-                peer.fabric_name: site.rate_gbps(
-                    kind, pool, peer, min(counts[pool.fabric_name], counts[peer.fabric_name])
-                )
-                for peer in site.pools
-                if peer.fabric_name in counts and site.link(pool.fabric_name, peer.fabric_name)
-            },
-        )
-        for kind, (interface, address) in node.interfaces.items()
-    }
+    peers = [p for p in site.pools if p.fabric_name in counts and site.link(pool.fabric_name, p.fabric_name)]
+    own, nics = counts[pool.fabric_name], dict[str, Endpoint]()
+    for kind, (interface, address) in node.interfaces.items():
+        gbps_to = {p.fabric_name: site.rate_gbps(kind, pool, p, min(own, counts[p.fabric_name])) for p in peers}
+        nics[kind] = Endpoint(interface, address, gbps=site.rate_gbps(kind, pool), gbps_to=gbps_to)
+    return nics
 
 
 def check_links(

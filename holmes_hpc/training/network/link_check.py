@@ -15,7 +15,7 @@ from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.training.network import link_diagnosis as diagnosis
 from holmes_hpc.training.network.exchange import exchange, set_error
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, LinkReport, NodeInformation, NodeLink
-from holmes_hpc.training.network.link_sockets import LinkServer, reach, sample
+from holmes_hpc.training.network.link_sockets import LinkServer, Reply, reach, sample
 
 _BASE = "holmes/links"
 _DONE = f"{_BASE}/done"
@@ -109,33 +109,20 @@ class _LinkCheck:
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         # Before this call a node may spend its whole connection time on dead peers, or repeat a sample.
-        slack = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.repeat_s)
-        return exchange(
-            self.store,
-            f"{_BASE}/{name}",
-            self.node,
-            self.nodes,
-            value,
-            where=f"link check ({name})",
-            kind="nodes",
-            timeout_s=self.limits.join_s + slack,
-        )
+        slack_s = self.limits.connect_s + 2 * (self.limits.sample_s + self.limits.repeat_s)
+        key, where, timeout_s = f"{_BASE}/{name}", f"link check ({name})", self.limits.join_s + slack_s
+        return exchange(self.store, key, self.node, self.nodes, value, where=where, kind="nodes", timeout_s=timeout_s)
 
     def _gather_reports(self, name: str, report: LinkReport) -> list[LinkReport]:
         return [msgspec.convert(r, LinkReport) for r in self._gather(name, report)]
 
     def _connect(self, infos: Sequence[NodeInformation], by_node: Mapping[str, NodeInformation]) -> LinkReport:
         links = {(link.kind, link.receiver): link for link in diagnosis.peer_links(infos, self.groups, self.node)}
-        replies = {
-            (kind, peer): reply
-            for kind in sorted({kind for kind, _ in links})
-            for peer, reply in reach(
-                self.info.nics[kind],
-                {receiver: by_node[receiver].nics[kind] for k, receiver in links if k == kind},
-                self.token,
-                self.limits.connect_s,
-            ).items()
-        }
+        replies = dict[tuple[str, str], Reply]()
+        for kind in sorted({kind for kind, _ in links}):
+            targets = {receiver: by_node[receiver].nics[kind] for k, receiver in links if k == kind}
+            found = reach(self.info.nics[kind], targets, self.token, self.limits.connect_s)
+            replies |= {(kind, peer): reply for peer, reply in found.items()}
         return LinkReport(
             self.node,
             failed=tuple((links[key], reply.failure) for key, reply in replies.items() if reply.failure),
@@ -146,13 +133,10 @@ class _LinkCheck:
         measured: list[tuple[NodeLink, float | None]] = []
         rounds = diagnosis.measurement_rounds(infos, self.groups)
         for number, links in enumerate(rounds):
-            for link in links:
-                if link.sender == self.node:
-                    # the node to which the receiver sends in the same round, unless it is this node
-                    next_receivers = (
-                        x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node
-                    )
-                    measured += self._sample(link, by_node, next(next_receivers, None))
+            for link in (link for link in links if link.sender == self.node):
+                # the node to which the receiver sends in the same round, unless it is this node
+                next_receivers = (x.receiver for x in links if x.sender == link.receiver and x.receiver != self.node)
+                measured += self._sample(link, by_node, next(next_receivers, None))
             if number + 1 < len(rounds):
                 self._gather(f"round-{number}", None)
         return LinkReport(self.node, (), tuple(measured))
@@ -171,7 +155,6 @@ class _LinkCheck:
         if diagnosis.grade(gbps, diagnosis.declared_gbps(by_node, link)) != "ok":
             samples.append((link, measure(link.receiver, self.limits.repeat_s)))
             if third is not None:
-                samples.append(
-                    (NodeLink(link.kind, self.node, third, link.label), measure(third, self.limits.sample_s))
-                )
+                other = NodeLink(link.kind, self.node, third, link.label)
+                samples.append((other, measure(third, self.limits.sample_s)))
         return samples

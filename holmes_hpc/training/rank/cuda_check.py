@@ -229,15 +229,9 @@ def stream_count(plan: Plan, rank: int) -> int:
     edges = [edge for edge in plan.transports() if edge.kind == "edge" and rank in edge.ranks]
     # With two stages, the edge that closes the ring of virtual stages connects the same two ranks.
     edges_per_pair = 2 if p.pp == 2 and p.virtual_stages > 1 else 1
-    return (
-        1
-        + edges_per_pair * sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
-        + (p.tp_of(stage) > 1)
-        + (p.cp_of(stage) > 1)
-        + (p.stages[stage].copies > 1)
-        + (2 if p.optimizer_instances > 1 else 0)
-        + 3
-    )
+    transfers = sum(2 * (plan.edge_connections if e.transport.kind == "tcp" else 1) for e in edges)
+    groups = sum(size > 1 for size in (p.tp_of(stage), p.cp_of(stage), p.stages[stage].copies))
+    return 1 + edges_per_pair * transfers + groups + (2 if p.optimizer_instances > 1 else 0) + 3
 
 
 def set_queue_count(plan: Plan, rank: int, environ: MutableMapping[str, str]) -> str | None:
