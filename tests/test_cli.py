@@ -675,6 +675,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         (("--overlap-tp", "yes", "--no-sequence-parallel"), "--overlap-tp: it requires TP above 1"),
         (("--overlap-tp", "yes", "--tp", "1", "--dp", "32"), "--overlap-tp: it requires TP above 1"),
         (("--aligned-gather", "yes", "--overlap-param-gather", "no"), "--aligned-gather: it requires"),
+        (("--expert-imbalance", "1.5"), "--expert-imbalance: it has no effect, because the model has no experts"),
         (("--fp8", "yes"), "no FP8 figures for a100-80gb"),
         (("--fp8", "delayed"), "no FP8 figures for a100-80gb"),
         (("train.fp8=delayed",), "no FP8 figures for a100-80gb"),

@@ -157,6 +157,9 @@ class _Software:
         needs_overlap = fields.get("aligned_gather") and not config.train.overlap_param_gather
         problem, hint = "it requires --overlap-param-gather yes", "leave one of them out"
         ConfigError.refuse("--aligned-gather", (needs_overlap, problem, hint))
+        is_dense = "expert_imbalance" in fields and not (plan or config).model.experts.count
+        problem = "it has no effect, because the model has no experts"
+        ConfigError.refuse("--expert-imbalance", (is_dense, problem, "leave it out"))
         if fields.get("sharding") in ("none", "optimizer"):  # the plan expresses these two
             del fields["sharding"]
         return request.costs(config, plan, fields)
@@ -261,7 +264,7 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     may_replicate = plan.distributed_optimizer is None and candidates[0].parallel.optimizer_instances == 1
     if may_replicate:
         candidates = [*(make(replace(choice, distributed_optimizer=False)) for choice in choices), *candidates]
-    fitting = [p for p in candidates if not any(a.startswith("it does not fit") for a in p.assumptions)]
+    fitting = [candidate for candidate in candidates if not candidate.misfit]
 
     def seconds(candidate: Plan) -> float:
         least_gain = MIN_GAIN_OF_OPTION * (may_replicate and not candidate.parallel.distributed_optimizer)

@@ -78,8 +78,8 @@ def _summary(plan: Plan, costs: Costs, steps: int | None) -> list[str]:
         f"Layout: {'; '.join(layout_texts(plan))}",
     ]
     if plan.predicted is not None:
-        lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted, notes)]
-        if "it does not fit" not in lines[-1]:
+        lines += [*_times(plan, plan.predicted, steps), _memory(plan, plan.predicted)]
+        if not plan.misfit:
             lines += [_best_improvement(plan, _improvements(plan, plan.predicted, costs))]
     lines += [f"Note: {note}" for note in notes if _NOTED.match(note)]
     lines += [f"Note: {note}" for note in dict.fromkeys(note for _, note in plan.other_architectures.values())]
@@ -100,14 +100,14 @@ def _times(plan: Plan, predicted: Predicted, steps: int | None) -> list[str]:
     return [f"Step time: {rounded(seconds)} s{interval}, {speed}", f"Duration: {length} take {duration(days)}{spread}"]
 
 
-def _memory(plan: Plan, predicted: Predicted, notes: Iterable[str]) -> str:
+def _memory(plan: Plan, predicted: Predicted) -> str:
     """Return the line on the memory of the fullest GPU. It names the pool if GPUs differ in memory."""
     gib_of = {c.pool: plan.site.pool(c.pool).gpu.memory_gib for c in plan.components}
     used_gib = [used / 2**30 for used in predicted.memory_bytes_per_gpu]
     stages = [(used_gib[stage], gib_of[c.pool], stage, c.pool) for c in plan.components for stage in c.stages]
     used, gib, stage, pool = max(stages, key=lambda row: (row[0] / row[1], -row[2]))
     suffix = f" of pool {pool}" if len(set(gib_of.values())) > 1 else ""
-    misfit = "".join(f"; {note}" for note in notes if note.startswith("it does not fit"))
+    misfit = f"; {plan.misfit}" if plan.misfit else ""
     return f"Memory: {used:.3g} of {gib:g} GiB per GPU, on stage {stage}{suffix}{misfit}"
 
 

@@ -178,6 +178,13 @@ def test_a_layout_that_does_not_fit_is_in_the_summary() -> None:
     text = "\n".join(summary(plan, Costs(), width=1000))
     assert re.search("; it does not fit: .*; use more stages, TP or CP, .*, or GPUs of .* GiB\n", text)
     assert "would help" not in text  # a layout that cannot run needs no advice on its speed
+    whole, limited = (
+        fixed_plan(
+            named("gpt_39b"), BATCH, SITE, PlanOptions(tp=8, pp=2, dp=1, recompute="full", max_memory_gib=gib), Costs()
+        )
+        for gib in (None, 30.0)
+    )
+    assert not whole.misfit and "can use only" in limited.misfit and "recompute=full" not in limited.misfit
 
 
 def test_a_figure_far_from_the_data_sheet_is_in_the_summary(tmp_path: Path) -> None:

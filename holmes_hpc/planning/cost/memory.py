@@ -330,12 +330,14 @@ def shortage(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -
     return Shortage(stage, float(needed[stage]), float(usable[stage]), layout.parallel)
 
 
-def check_memory(layout: Layout, layers: np.ndarray) -> None:
+def check_memory(layout: Layout, layers: np.ndarray, max_gib: float | None = None) -> None:
     """Raise PlanError with the stage and the shortage if one layer split, (1, S, C), does not fit."""
-    missing = shortage(layout, layers)
+    missing = shortage(layout, layers, max_gib)
     if not missing.fits:
         gpus = [layout.pool(replica[missing.stage]).gpu for replica in layout.replicas]
         smallest = min(gpus, key=lambda gpu: gpu.memory_gib)
         problem = f"{missing} of the {smallest.memory_gib:g} GiB on {smallest.name}"
-        hint = f"use more stages, TP or CP, recompute=full, a smaller micro-batch, or GPUs of {missing.gpu_gib} GiB"
+        changes = ["more stages, TP or CP", *["recompute=full"] * (layout.recompute != "full")]
+        changes += ["a smaller micro-batch"] * (layout.batch.micro_size > 1)
+        hint = f"use {', '.join(changes)}, or GPUs of {missing.gpu_gib} GiB"
         raise PlanError(problem, where="memory", hint=hint)

@@ -27,6 +27,7 @@ from holmes_hpc.schema import check, key
 from holmes_hpc.slurm.hostlist import expand
 
 CONTROL = "control"  # kind of the transport entry for traffic of all ranks in host memory
+MISFIT = "it does not fit"  # first words of the assumption that a layout needs more memory than its GPUs have
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,11 @@ class Plan:
     def strategy_label(self) -> str:
         """The strategy as users see it: ``one node`` if the plan has only one."""
         return "one node" if sum(c.nodes for c in self.components) == 1 else self.strategy
+
+    @property
+    def misfit(self) -> str:
+        """The assumption that it does not fit in memory; empty if it fits."""
+        return next((text for text in self.assumptions if text.startswith(MISFIT)), "")
 
     @property
     def unused(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import PLAN_FIELDS, Layout
 from holmes_hpc.planning.cost.memory import check_memory
 from holmes_hpc.planning.cost.predict import layer_array, predict_layout, slowest_parts
-from holmes_hpc.planning.plan.plan import Plan, Predicted, Stage
+from holmes_hpc.planning.plan.plan import MISFIT, Plan, Predicted, Stage
 from holmes_hpc.planning.schedule.kinds import SPLIT, megatron_kind, schedule_kind
 from holmes_hpc.planning.search.candidate import Candidate, Evaluator
 from holmes_hpc.planning.search.explore import MIN_GAIN, Clock, explore
@@ -197,9 +197,9 @@ def fixed_plan(model: ModelSpec, batch: Batch, site: Site, options: PlanOptions,
         raise_out_of_memory(Evaluator(unlimited), placements)  # its message names the conflicting options
     plan = to_plan(best, site, [])
     try:
-        check_memory(Layout.of(plan, costs), layer_array(plan))
+        check_memory(Layout.of(plan, costs), layer_array(plan), options.max_memory_gib)
     except PlanError as e:
-        return replace(plan, assumptions=(*plan.assumptions, f"it does not fit: {e.what}; {e.hint}"))
+        return replace(plan, assumptions=(*plan.assumptions, f"{MISFIT}: {e.what}; {e.hint}"))
     return plan
 
 
