@@ -457,7 +457,7 @@ def test_every_command_shows_an_example_and_its_summary_fits(holmes, monkeypatch
 
 
 def test_a_missing_key_is_named():
-    with pytest.raises(ConfigError, match="prefix"):
+    with pytest.raises(ConfigError, match=r"configuration: data\.prefix is missing; give it"):
         load(["data=indexed"])
 
 

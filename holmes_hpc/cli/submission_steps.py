@@ -122,7 +122,7 @@ def create_and_submit(
     """Create the run directory and submit the run. Return the run and its job. `test`: as in :func:`submit_run`.
     If the submission fails, remove the directory, unless a job exists or may exist."""
     path = create.run_directory_path(config, plan)
-    with create.hold_submission_lock(path, "`holmes submit`"):
+    with create.hold_submission_lock(path, "`holmes run` or `submit`"):
         if config.name is not None or config.run_dir:
             create.remove_unused_run(RunDirectory(path))
         config = replace(config, run_dir=str(path))

@@ -17,7 +17,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from hydra.version import VersionBase
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from holmes_hpc.config.configuration import GROUPS, Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, SWITCH_VALUES
@@ -258,7 +258,8 @@ def _to_plain(config: DictConfig, overrides: Sequence[str]) -> dict[str, Any]:
     try:
         data = OmegaConf.to_container(without_hydra, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as e:
-        raise ConfigError(str(e).splitlines()[0], where="configuration", hint="give it as KEY=VALUE") from e
+        problem = f"{e.full_key} is missing" if isinstance(e, MissingMandatoryValue) else str(e).splitlines()[0]
+        raise ConfigError(problem, where="configuration", hint="give it as KEY=VALUE") from e
     assert isinstance(data, dict)
     return {str(k): v for k, v in data.items()}
 

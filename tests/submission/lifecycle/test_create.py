@@ -141,7 +141,7 @@ def test_a_wrong_name_is_refused_before_planning(name: str) -> None:
 def test_two_submits_into_one_directory_make_one_job(jobs: Jobs, tmp_path: Path) -> None:
     refused = at_once(*[lambda: submit_to(tmp_path / "run")] * 2)
     assert len(jobs.states) == 1 and len(refused) == 1
-    assert "in use by `holmes submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
+    assert "in use by `holmes run` or `submit` of" in str(refused[0]) or "already holds a run" in str(refused[0])
     assert not has_owner(tmp_path / "run" / LOCK)
 
 
