@@ -5,9 +5,9 @@ queries, its key, its value. Megatron-Core also joins the gate and up matrices o
 GPT-2 stores the transposed matrices. This module handles only names and shapes, and does not import torch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from holmes_hpc.config.hugging_face import family_of
 from holmes_hpc.config.model import ModelSpec
@@ -53,7 +53,7 @@ class Weight:
 def weights(spec: ModelSpec) -> dict[str, Weight]:
     """Return all weights of a model by Megatron-Core's names. Raise ConfigError if the model fits no family."""
     family = family_of(spec)
-    names = _Names(**_TABLE.get(family, _TABLE["llama"]))
+    names = _TABLE.get(family, _TABLE["llama"])
     return {w.name: w for w in _weights(spec, names, is_gpt2=family == "gpt2")}
 
 
@@ -105,17 +105,8 @@ def _by_group(spec: ModelSpec, queries: Rows, keys: Rows, values: Rows) -> tuple
     )
 
 
-class _Names(NamedTuple):
-    """A family's names for Megatron-Core's weights: embedding, layers, norms and linear layers."""
-
-    embedding: str
-    layers: str
-    final_norm: str
-    norms: Mapping[str, str]
-    linears: Mapping[str, Sequence[str]]
-
-
-def _weights(spec: ModelSpec, names: _Names, is_gpt2: bool) -> Iterator[Weight]:
+def _weights(spec: ModelSpec, names: Mapping[str, Any], is_gpt2: bool) -> Iterator[Weight]:
+    """Yield all weights. `names`: the family's entry in weight_names.yaml."""
     h, q, k = spec.hidden, spec.query_width, spec.key_width
     shapes: dict[str, tuple[tuple[tuple[int, int], ...], int, int | None]] = {
         # (first row, rows) of each tensor, columns, and the dimension that tensor parallelism splits
@@ -127,17 +118,17 @@ def _weights(spec: ModelSpec, names: _Names, is_gpt2: bool) -> Iterator[Weight]:
     }
     linears = {  # no expert is split
         pattern.format(e): ([t.format(e) for t in tensors], rows, columns, None if "{}" in pattern else split)
-        for pattern, tensors in names.linears.items()
+        for pattern, tensors in names["linears"].items()
         for rows, columns, split in [shapes[pattern.rpartition(".")[2]]]
         for e in range(spec.experts.count if "{}" in pattern else 1)
     }
     kinds = ("weight", "bias") if is_gpt2 else ("weight",)  # of a norm
-    yield Weight("embedding.word_embeddings.weight", (_full(f"{names.embedding}.weight", spec.vocab),), h, 0)
+    yield Weight("embedding.word_embeddings.weight", (_full(f"{names['embedding']}.weight", spec.vocab),), h, 0)
     if is_gpt2:
         yield Weight("embedding.position_embeddings.weight", (_full("transformer.wpe.weight", spec.max_positions),), h)
     for i in range(spec.layers):
-        layer, hf_layer = f"decoder.layers.{i}", f"{names.layers}.{i}"
-        for norm, hf_norm in names.norms.items():
+        layer, hf_layer = f"decoder.layers.{i}", f"{names['layers']}.{i}"
+        for norm, hf_norm in names["norms"].items():
             for kind in kinds:
                 yield Weight(f"{layer}.{norm}.{kind}", (_full(f"{hf_layer}.{hf_norm}.{kind}", h),))
         for letter in "qk" if spec.qk_norm else "":
@@ -155,6 +146,6 @@ def _weights(spec: ModelSpec, names: _Names, is_gpt2: bool) -> Iterator[Weight]:
                     transposed=is_gpt2 and kind == "weight",
                 )
     for kind in kinds:
-        yield Weight(f"decoder.final_layernorm.{kind}", (_full(f"{names.final_norm}.{kind}", h),))
+        yield Weight(f"decoder.final_layernorm.{kind}", (_full(f"{names['final_norm']}.{kind}", h),))
     if not spec.tied:
         yield Weight("output_layer.weight", (_full("lm_head.weight", spec.vocab),), h, 0)

@@ -37,7 +37,7 @@ def exchange(
 
     `members`: the ranks or nodes, each of which calls this function; `kind`: ``ranks`` or ``nodes``, for messages.
     Raise NetworkError that names the members missing after `timeout_s` (None: the store's timeout). If a member stored
-    an error in place of the values (:func:`set_error`), raise this error.
+    an error in place of the values (:func:`set_outcome`), raise this error.
     """
     values = _add(store, name, member, members, value)
     if values is not None:
@@ -73,14 +73,9 @@ def _add(store: dist.Store, name: str, member: Any, members: Sequence[Any], valu
 
 
 def set_outcome(store: dist.Store, name: str, outcome: Any, error: Mapping[str, str] | None = None) -> None:
-    """End the exchange `name` with the values that all members return."""
+    """End the exchange `name`: all members return `outcome`, or raise the NetworkError with the arguments `error`."""
     text = msgspec.json.encode({"value": outcome, "error": error})
     store.set(f"{name}/all", b64encode(zlib.compress(text)).decode())
-
-
-def set_error(store: dist.Store, name: str, arguments: Mapping[str, str]) -> None:
-    """End the exchange `name` with the arguments of the NetworkError that all members raise."""
-    set_outcome(store, name, None, arguments)
 
 
 def _outcome(
@@ -107,7 +102,7 @@ def _outcome(
                 nodes = compress(node for node, *_ in late if node)
                 many = member_kind if missing.endswith("]") else member_kind.removesuffix("s")
                 what = f"{many} {missing}{nodes and f' ({nodes})'} did not join{limit}"
-                set_error(store, name, {"what": what, "where": where, "hint": hint})
+                set_outcome(store, name, None, {"what": what, "where": where, "hint": hint})
             store.wait([f"{name}/all"], timedelta(seconds=ANSWER_S))
         text = zlib.decompress(b64decode(store.get(f"{name}/all")))
     raw = msgspec.json.decode(text, type=dict[str, msgspec.Raw])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from holmes_hpc.errors import HolmesError, NetworkError
 from holmes_hpc.fabric.finding import Finding, raise_errors
 from holmes_hpc.training.network import link_diagnosis as diagnosis
-from holmes_hpc.training.network.exchange import exchange, set_error
+from holmes_hpc.training.network.exchange import exchange, set_outcome
 from holmes_hpc.training.network.link_diagnosis import CommunicationGroup, LinkReport, NodeInformation, NodeLink
 from holmes_hpc.training.network.link_sockets import LinkServer, Reply, reach, sample
 
@@ -37,7 +37,7 @@ def publish_error(store: dist.Store, error: HolmesError) -> None:
     arguments = {"what": error.what, "where": error.where, "hint": error.hint}
     with contextlib.suppress(RuntimeError, TimeoutError):
         if not store.check([f"{_BASE}/nodes/all"]):
-            set_error(store, f"{_BASE}/nodes", arguments)
+            set_outcome(store, f"{_BASE}/nodes", None, arguments)
         if not store.check([_DONE]):
             store.set(_DONE, json.dumps(arguments))
 
