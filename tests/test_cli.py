@@ -679,6 +679,7 @@ def test_predict_has_options_for_the_software(holmes, site, tmp_path):
         (("--fp8", "yes"), "no FP8 figures for a100-80gb"),
         (("--fp8", "delayed"), "no FP8 figures for a100-80gb"),
         (("train.fp8=delayed",), "no FP8 figures for a100-80gb"),
+        (("--gpu", "h100", "train.fp8=mxfp8"), "mxfp8 needs Blackwell GPUs, not h100; use train.fp8=delayed"),
         (("--attention", "flash3"), "a100-80gb cannot run flash3"),
         (("--attention", "flash", "--gpu", "v100-32gb"), "has no FlashAttention; use sdpa or softmax"),
         (("--cp", "3"), "is not a multiple of 6 (2 x CP 3)"),
@@ -724,6 +725,10 @@ def test_predict_reads_arguments_of_megatron(holmes, site, tmp_path):
     slower = json.loads(holmes(*given, "--megatron-args", words, "--overlap-tp", "no")[1])
     assert slower["step_time_s"] > json.loads(out)["step_time_s"]
     refused(holmes(*given, "--megatron-args", words, "--model", "gpt_3_6b"), "leave out the other model")
+    missing = "--num-attention-heads, --seq-length, --micro-batch-size, --global-batch-size is missing"
+    refused(holmes(*given, "--megatron-args", "--num-layers 2 --vocab-size 9", "--hidden", "64"), missing)
+    on_v100 = (*given, "--gpu", "v100-32gb", "--megatron-args", words, "--overlap-tp", "no")
+    assert holmes(*on_v100)[1] == holmes(*on_v100, "--attention", "softmax")[1]
 
 
 def test_arguments_of_megatron_give_the_prediction_of_a_published_run(holmes, tmp_path):

@@ -17,7 +17,7 @@ from holmes_hpc.cli.options import Explain, Json, Overrides, Tokens, command_wit
 from holmes_hpc.config.composition import composed, is_fixed_by_plan, with_flags
 from holmes_hpc.config.configuration import Configuration, from_dict
 from holmes_hpc.config.flags import FLAGS, Flag, quoted, to_override_text
-from holmes_hpc.config.megatron_arguments import TRANSFORMER_ENGINE, read_arguments
+from holmes_hpc.config.megatron_arguments import REQUIRED, read_arguments
 from holmes_hpc.config.models import gpt_of_sizes
 from holmes_hpc.config.plan_options import RECOMPUTE, PlanOptions
 from holmes_hpc.errors import ConfigError
@@ -98,7 +98,7 @@ def predict(
         plan = Plan.read(config.plan_file)
         plan = replace(plan, site=software.applied_to(plan.site, {c.pool for c in plan.components}))
         costs = software.costs(config, plan.parallel.sequence_parallel, plan.recompute, plan)
-        request.check_fp8(plan.site, {c.pool for c in plan.components}, costs)
+        request.check_fp8(plan.site, {c.pool for c in plan.components}, costs, config.train.fp8)
     else:
         plan, costs = _plan_layout(config, software)
     predicted = simulation.predict(plan, costs)
@@ -139,8 +139,6 @@ class _Software:
             ("flash" in str(attention) and no_flash, f"{no_flash} has no FlashAttention", "use sdpa or softmax"),
             (attention == "flash3" and no_flash3, f"{no_flash3} cannot run flash3, which is for Hopper", "use flash"),
         )
-        if attention == TRANSFORMER_ENGINE:
-            attention = "flash" if no_flash3 else "flash3"
         return request.with_software(site, attention, self.facts.get("fused_norm"))
 
     def costs(self, config: Configuration, sequence_parallel: bool, recompute: str, plan: Plan | None = None) -> Costs:
@@ -172,6 +170,8 @@ def _with_megatron(source: str, options: _Software, overrides: Sequence[str]) ->
     problem = "these arguments describe a model, and so does another option"
     ConfigError.refuse("--megatron-args", ("model" in user_keys, problem, "leave out the other model"))
     arguments = read_arguments(source, user_keys)
+    missing = [f"--{name}" for name, key in REQUIRED.items() if key not in {*arguments.keys, *user_keys}]
+    ConfigError.refuse("--megatron-args", (missing, f"{', '.join(missing)} is missing", "add it to the arguments"))
     console.note(*arguments.description())
     keys = [f"{k}={to_override_text(v)}" for k, v in arguments.keys.items() if k not in user_keys]
     return replace(options, facts={**arguments.facts, **options.facts}, is_megatron=True), [*keys, *overrides]
@@ -250,7 +250,7 @@ def _fastest_plan(config: Configuration, site: Site, costs: Costs) -> Plan:
     Schedule, recomputation and sharding of the optimizer are searched unless the user set them. Of equally fast plans,
     return the simplest. If no plan fits, return the last candidate."""
     plan = config.plan
-    request.check_fp8(site, plan.nodes or (), costs)
+    request.check_fp8(site, plan.nodes or (), costs, config.train.fp8)
     can_use_eager = plan.transport == "holmes" and (plan.pp or 1) > 1
     searched = candidate_schedules("auto", plan.virtual_stages or 1, can_use_eager)[::-1]  # the simplest first
     schedules = searched if plan.schedule == "auto" else (plan.schedule,)

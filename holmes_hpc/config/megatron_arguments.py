@@ -6,11 +6,11 @@ Arguments are read, never executed: from a command, a shell script, a file of ar
 import difflib
 import os
 import re
-import shlex
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from holmes_hpc.config.shell_script import CONDITION, END, script_words
 from holmes_hpc.errors import ConfigError, counted
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.tables import read_table
@@ -18,9 +18,8 @@ from holmes_hpc.tables import read_table
 WHERE = "--megatron-args"
 TRANSFORMER_ENGINE = "transformer_engine"  # attention with the library's fastest kernel for the GPU
 _TABLE: dict[str, Any] = read_table(__file__)
+REQUIRED = {name: _TABLE["numbers"][name] for name in _TABLE["required"]}  # as `numbers`
 _FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]
-_OPERATORS, _END, _CONDITION = ";&|<>\n", "\n", "${CONDITION}"
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:\[[@*]\]|:-([\w./]+))?\})")  # ${NAME:-default} too
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def _parse(source: str) -> dict[str, str]:
             name, _, value = word[2:].partition("=")
             name = name.replace("_", "-")
             values[name] = value
-        elif "$" in word and (not name or values[name].replace(_CONDITION, "") or re.search(r"\[[@*]\]|\$[@*]", word)):
+        elif "$" in word and (not name or values[name].replace(CONDITION, "") or re.search(r"\[[@*]\]|\$[@*]", word)):
             raise _error(f"{word} cannot be read", "write its options into the command")
         elif not word:
             name = ""
@@ -100,103 +99,23 @@ def _parse(source: str) -> dict[str, str]:
 
 
 def _words(text: str) -> list[str]:
-    """Split a command or a script into words. If it runs a .py file, return only the arguments of that file.
+    """Split a command or a script into words. If it runs .py files, return only the arguments of the one that trains.
     They end at the first operator or newline whose next word is not an option."""
-    lexer = shlex.shlex(text.replace("\\\n", " ").replace(" 2>", " >"), posix=True, punctuation_chars=_OPERATORS)
-    lexer.whitespace, lexer.whitespace_split = " \t\r", True
     with ConfigError.instead_of(ValueError, where=WHERE, hint="close its quotes", what="cannot be split into words:"):
-        words = list(_expanded(lexer))
+        words = list(script_words(text))
+    commands = dict[tuple[str, ...], str]()
     for script in [i for i, word in enumerate(words) if word.endswith(".py")]:
         arguments = words[script + 1 :]
         following = [*arguments[1:], ""]
-        ends = (i for i, word in enumerate(arguments) if word == _END and not following[i].startswith("--"))
+        ends = (i for i, word in enumerate(arguments) if word == END and not following[i].startswith("--"))
         arguments = arguments[: next(ends, None)]
         if any(word.startswith(("--", "$")) for word in arguments):
-            words = arguments
-            break
-    return [word for word in words if word != _END]
-
-
-def _expanded(tokens: Iterable[str]) -> Iterator[str]:
-    """Yield the words of commands and arrays. Shell variables are replaced by the values that earlier words assign.
-    _END stands for an operator or newline. An empty word marks the end of an array, and so of its last argument.
-    Branches that do not run are left out. Options in variables under an unknown condition get the value _CONDITION."""
-    values, array, value, branches = dict[str, str](), "", "", _Branches()
-    for token in tokens:
-        word = _VARIABLE.sub(lambda m: values.get(m[1] or m[2], m[3] or m[0]).strip() or m[3] or "", token)
-        if branches.contain(token, word) or False in branches.run:
-            continue
-        is_certain = None not in branches.run
-        if not array and (assignment := re.match(r"(\w+)(\+?)=(\(?)", word)):
-            name, is_addition, bracket = assignment.groups()
-            word, array = word[assignment.end() :], name if bracket else ""
-            is_list, old = bool(bracket) or "--" in word, values.get(name, "")
-            value = old if is_addition else "" if is_certain else _conditional(old)
-            if not is_list and (not is_certain or re.search("[$`]", word)):
-                values[name] = f"${{{name}}}"  # its value is not known
-                continue
-            elif not array:
-                values[name] = f"{value} {word if is_certain else _conditional(word)}"
-                continue
-        if token and not token.strip(_OPERATORS):
-            yield from () if array else (_END,)
-            continue
-        ends = word == ")" or (array and word.endswith(")"))
-        word = word.removesuffix(")") if ends else word
-        if array:
-            word = word if is_certain else _conditional(word)
-            value += f" {word}"
-        yield from word.split()
-        if ends:
-            values[array], array = value, ""
-            yield ""
-
-
-def _conditional(text: str) -> str:
-    return re.sub(r"(?<![^\s=(])(--[\w-]+)(=\${CONDITION} |=|)", rf"\1={_CONDITION} ", text)
-
-
-class _Branches:
-    """The branches of a shell script around a word. `run`: whether each of them runs; None: this is not known."""
-
-    def __init__(self) -> None:
-        self.run, self._test, self._starts_command = list[bool | None](), list[str](), True
-
-    def contain(self, token: str, word: str) -> bool:
-        """Return whether a token is a keyword or in a condition. `word`: the token with the values of variables."""
-        keyword = token if self._starts_command else ""
-        ends_command = token != "" and not token.strip(_OPERATORS)
-        self._starts_command = ends_command or keyword in ("if", "then", "else", "elif", "do")
-        if keyword in ("if", "elif", "case", "for", "while"):
-            self.run[len(self.run) - (keyword == "elif") :] = [None]
-            self._test = ["if"] * (keyword == "if")
-        elif keyword in ("fi", "esac", "done"):
-            self.run[-1:] = []
-        elif keyword == "else" and self.run:
-            self.run[-1] = None if self.run[-1] is None else not self.run[-1]
-        elif keyword == "then" and self._test:
-            test = [x for x in self._test[1:] if x.strip(_OPERATORS) or x in ("", "||")]
-            self.run[-1], self._test = _holds(test), []
-        elif self._test:
-            self._test.append(word)
-        else:
-            return False
-        return True
-
-
-def _holds(test: Sequence[str]) -> bool | None:
-    """Return whether a condition of a shell script holds; None if this is not known."""
-    if "||" in test:
-        sides = _holds(test[: test.index("||")]), _holds(test[test.index("||") + 1 :])
-        return True if True in sides else None if None in sides else False
-    match test:
-        case ["[" | "[[", value, "=" | "==" | "!=" as operator, other, "]" | "]]"]:
-            holds = (value == other) == (operator != "!=")
-        case ["[" | "[[", "-z" | "-n" as operator, value, "]" | "]]"]:
-            holds = (value == "") == (operator == "-z")
-        case _:
-            return None
-    return None if any("$" in word for word in test) else holds
+            commands.setdefault(tuple(arguments), words[script])
+    trains = [arguments for arguments in commands if any(word.startswith("--num-layers") for word in arguments)]
+    if len(choices := trains or list(commands)) > 1:
+        names = ", ".join(commands[arguments] for arguments in choices)
+        raise _error(f"several commands may train: {names}", "keep one of them")
+    return [word for word in (choices[0] if choices else words) if word != END]
 
 
 class _Values:
@@ -209,8 +128,8 @@ class _Values:
         self.used.update(names)
         for name in names:
             if "$" in (text := self.texts.get(name, "")) and name != "merge-file":
-                problem = "depends on a condition" if text.startswith(_CONDITION) else "has a shell variable"
-                text = text.removeprefix(_CONDITION).strip()
+                problem = "depends on a condition" if text.startswith(CONDITION) else "has a shell variable"
+                text = text.removeprefix(CONDITION).strip()
                 raise _error(f"--{name} {text}".strip() + f" {problem}", "write its value")
         return any(name in self.texts for name in names)
 

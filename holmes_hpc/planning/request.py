@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from holmes_hpc.config.configuration import Configuration, recorded
+from holmes_hpc.config.megatron_arguments import TRANSFORMER_ENGINE
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, SiteError, counted, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.listing import read_site
@@ -153,13 +154,14 @@ def make_plan(
     if config.plan_file:
         plan = Plan.read(config.plan_file)
         check_pace_factors(plan.site, config)
-        check_fp8(plan.site, {c.pool for c in plan.components}, costs(replace(config, calibration=None), plan))
+        cost_model = costs(replace(config, calibration=None), plan)
+        check_fp8(plan.site, {c.pool for c in plan.components}, cost_model, config.train.fp8)
         return plan
     config.model.check_sequence(config.batch.sequence_length)
     cost_model, target_site = cost_model or costs(config), target_site or site(config)
     check_pace_factors(target_site, config)
     target_site = target_site if config.site_file else with_known_gpus(target_site, config.plan.nodes or ())
-    check_fp8(target_site, config.plan.nodes or (), cost_model)
+    check_fp8(target_site, config.plan.nodes or (), cost_model, config.train.fp8)
     plan = best_plan(config.model, config.batch, target_site, config.plan, cost_model, clock)
     return replace(plan, assumptions=(*plan.assumptions, *_shared_cores(config, plan)))
 
@@ -188,13 +190,19 @@ def check_pace_factors(target_site: Site, config: Configuration) -> None:
         ConfigError.refuse("train.pace_factors", (not is_node, problem, hint))
 
 
-def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs) -> None:
-    """Raise ConfigError if training uses FP8 and a GPU kind of `pools` has no FP8 figures. `pools` empty: all pools."""
+def check_fp8(target_site: Site, pools: Collection[str], cost_model: Costs, recipe: str | None) -> None:
+    """Raise ConfigError if training uses FP8 and a GPU kind of `pools` (empty: of all pools) has no FP8 figures, or
+    cannot run the `recipe`."""
     gpus = [pool.gpu for pool in target_site.pools if not pools or pool.name in pools]
     names = sorted({gpu.name for gpu in gpus if kind(gpu).fp8_tflops is None})
+    older = sorted({gpu.name for gpu in gpus if recipe == "mxfp8" and kind(gpu).generation != "blackwell"})
     is_used = cost_model.software.fp8 and not cost_model.pace_layer_ms
     hint = "leave it out, or use other pools (plan.nodes)"
-    ConfigError.refuse("fp8", (names and is_used, f"there are no FP8 figures for {', '.join(names)}", hint))
+    ConfigError.refuse(
+        "fp8",
+        (names and is_used, f"there are no FP8 figures for {', '.join(names)}", hint),
+        (older and is_used, f"mxfp8 needs Blackwell GPUs, not {', '.join(older)}", "use train.fp8=delayed"),
+    )
 
 
 def _shared_cores(config: Configuration, plan: Plan) -> list[str]:
@@ -242,11 +250,18 @@ def calibration_config(config: Configuration) -> Configuration:
 
 
 def with_software(target_site: Site, attention: str | None, fused_norm: bool | None) -> Site:
-    """Return the site with these implementations of attention and norms in every pool. None: keep the pool's own."""
-    values: dict[str, Any] = {"attention": attention, "fused_norm": fused_norm}
-    changes = {name: value for name, value in values.items() if value is not None}
-    pools = tuple(replace(f, gpu=replace(f.gpu, **changes)) for f in target_site.pools)
-    return replace(target_site, pools=pools)
+    """Return the site with these implementations of attention and norms in every pool. None: keep the pool's own.
+    TRANSFORMER_ENGINE stands for the fastest attention of each GPU kind."""
+
+    def changed(gpu: Gpu) -> Gpu:
+        fastest = "softmax" if not gpu.has_bf16 else "flash3" if kind(gpu).generation == "hopper" else "flash"
+        values: dict[str, Any] = {
+            "attention": fastest if attention == TRANSFORMER_ENGINE else attention,
+            "fused_norm": fused_norm,
+        }
+        return replace(gpu, **{name: value for name, value in values.items() if value is not None})
+
+    return replace(target_site, pools=tuple(replace(pool, gpu=changed(pool.gpu)) for pool in target_site.pools))
 
 
 def fitting_machine(config: Configuration, plan: Plan) -> Configuration:

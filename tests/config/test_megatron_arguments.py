@@ -259,7 +259,7 @@ else
   if [ $KIND = "A" ]; then ARGS+=(--swiglu); fi
   torchrun train/pretrain_gpt.py SIZES ${ARGS[@]}
 fi
-python other.py --num-layers 8
+python tools/preprocess_data.py --input x
 """
 
 
@@ -271,7 +271,14 @@ def test_branches_of_a_script_count_if_their_conditions_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    "condition", ['[ "$X" = 1 ]', "[ -d data ]", '[[ -n "$X" && 1 == 1 ]]', "[ a = b ]; then :; elif [ b = b ]"]
+    "condition",
+    [
+        '[ "$X" = 1 ]',
+        "[ -d data ]",
+        '[[ -n "$X" && 1 == 1 ]]',
+        "[ a = b ]; then :; elif $X",
+        "true; then :; elif [ a = a ]",
+    ],
 )
 def test_options_under_unknown_conditions_are_refused(condition: str) -> None:
     for change in ("A+=(--bf16)", "A=(--bf16)", 'A="$A --bf16"', 'A="--bf16"'):

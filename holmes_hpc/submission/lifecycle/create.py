@@ -233,7 +233,8 @@ def prepare_continuation(
         (has_other_batch, "the plan has another batch", batch_hint),
     )
     check_training(config.train, plan)
-    check_fp8(plan.site, {part.pool for part in plan.components}, costs(replace(config, calibration=None), plan))
+    cost_model = costs(replace(config, calibration=None), plan)
+    check_fp8(plan.site, {part.pool for part in plan.components}, cost_model, config.train.fp8)
     if plan_path or not config.local:
         check_site(plan, site(fitting_machine(config, plan)))
     return plan, config
