@@ -132,8 +132,6 @@ def _lines(declared: Key, value: Any) -> list[str]:
 
 
 def _format(value: Any) -> str:
-    if value == "???":
-        return "???"
     value = asdict(value) if is_dataclass(value) else value  # type: ignore[arg-type]
     plain = [*value] if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
     return str(yaml.safe_dump(plain, default_flow_style=True)).removesuffix("\n").removesuffix("\n...")

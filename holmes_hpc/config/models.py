@@ -18,16 +18,6 @@ def gated_ffn(hidden: int) -> int:
     return 8 * hidden // 3 // 64 * 64
 
 
-def gpt(
-    name: str, layers: int, hidden: int, heads: int, vocab: int, positions: int, tied: bool, **other_keys: Any
-) -> ModelSpec:
-    """Return a model like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020). It has GELU, LayerNorm, biases and
-    learned positions. `other_keys`: fields of ModelSpec that override these."""
-    keys: dict[str, Any] = {"ffn": 4 * hidden, "kv_heads": heads, "max_positions": positions, "tied": tied}
-    keys |= {"swiglu": False, "rmsnorm": False, "rope": False, "bias": True, **other_keys}
-    return ModelSpec(name, layers, hidden, heads, vocab, **keys)
-
-
 MODELS: dict[str, ModelSpec] = {
     name: make(ModelSpec, {"name": name, "ffn": gated_ffn(v["hidden"]), "kv_heads": v["heads"], **v}, f"model {name}")
     for name, v in _TABLE["models"].items()
@@ -58,6 +48,8 @@ def gpt_of_sizes(data: dict[str, Any], keys: Sequence[str]) -> dict[str, Any]:
     if sizes.get("swiglu"):
         sizes = {"ffn": gated_ffn(sizes["hidden"]), **sizes}
     nested = {name: sizes.pop(name) for name in ("experts", "rope_scaling") if name in sizes}
-    positions = sizes.pop("max_positions", batch["sequence_length"])
-    model = gpt(**{"name": "gpt", "vocab": 51200, "positions": positions, "tied": True, **sizes})
-    return {"model": asdict(model) | nested, "batch": {"micro_size": 1, **batch}}
+    # like GPT-2 (Radford et al. 2019) and GPT-3 (Brown et al. 2020): GELU, LayerNorm, biases, learned positions
+    gpt: dict[str, Any] = {"name": "gpt", "vocab": 51200, "ffn": 4 * sizes["hidden"], "kv_heads": sizes["heads"]}
+    gpt |= {"max_positions": batch["sequence_length"], "tied": True, "bias": True}
+    gpt |= dict.fromkeys(("swiglu", "rmsnorm", "rope"), False)
+    return {"model": asdict(ModelSpec(**{**gpt, **sizes})) | nested, "batch": {"micro_size": 1, **batch}}

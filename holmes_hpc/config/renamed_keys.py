@@ -6,6 +6,8 @@ from typing import Any
 from holmes_hpc import console
 from holmes_hpc.errors import ConfigError
 
+_note_once = cache(console.note)
+
 
 def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
     """Move the value of the key `former` of a configuration group to the key `name`. Note that `former` is deprecated,
@@ -18,8 +20,3 @@ def move_renamed(instance: Any, group: str, former: str, name: str) -> None:
     _note_once(f"{group}.{former} is deprecated; use {group}.{name}")
     object.__setattr__(instance, name, value)
     object.__setattr__(instance, former, None)
-
-
-@cache
-def _note_once(text: str) -> None:
-    console.note(text)

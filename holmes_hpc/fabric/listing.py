@@ -121,8 +121,7 @@ def listing_of(
     site: Site | None = None,
 ) -> Listing:
     """Return the listing of these nodes and partitions, with the pools of `site` if it is given. Runs no command."""
-    of_site = Grouping(site.pools, site.assumptions, {}) if site else None
-    grouping = of_site or group(nodes, partitions, settings)
+    grouping = Grouping(site.pools, site.assumptions, {}) if site else group(nodes, partitions, settings)
     return Listing(cluster, tuple(nodes), tuple(partitions), grouping)
 
 

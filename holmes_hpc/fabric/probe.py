@@ -1,5 +1,6 @@
 """Probe of this node's NICs, read from the kernel's sysfs without root."""
 
+import contextlib
 import ipaddress
 import os
 import re
@@ -29,13 +30,9 @@ def read_text(path: Path) -> str:
 
 def addresses() -> dict[str, tuple[str, int]]:
     """Return {interface: (first IPv4 address, prefix length)} for this machine's interfaces with an IPv4 address."""
-    by_interface: dict[str, tuple[str, int]] = {}
-    for name, entries in psutil.net_if_addrs().items():
-        for address in entries:
-            if address.family == socket.AF_INET and name not in by_interface:
-                prefix = ipaddress.IPv4Network(f"0.0.0.0/{address.netmask}").prefixlen if address.netmask else 32
-                by_interface[name] = (address.address, prefix)
-    return by_interface
+    ipv4 = [(name, a) for name, found in psutil.net_if_addrs().items() for a in found if a.family == socket.AF_INET]
+    interfaces = {name: ipaddress.IPv4Interface(f"{a.address}/{a.netmask or 32}") for name, a in reversed(ipv4)}
+    return {name: (str(interface.ip), interface.network.prefixlen) for name, interface in interfaces.items()}
 
 
 def probe(
@@ -90,34 +87,30 @@ class _Tree:
         self.root, self._read = root, read
 
     def text(self, path: str) -> str | None:
-        try:
+        with contextlib.suppress(OSError):  # EINVAL is common: the speed of a down link, the type of an empty GID
             return self._read(self.root / path).strip()
-        except OSError:  # EINVAL is common: the speed of a down link, the type of an empty GID
-            return None
+        return None
 
     def names(self, path: str) -> list[str]:
-        try:
+        with contextlib.suppress(OSError):
             return sorted(os.listdir(self.root / path), key=natural_key)
-        except OSError:
-            return []
+        return []
 
     def is_dir(self, path: str) -> bool:
         return (self.root / path).is_dir()
 
     def target(self, path: str) -> str | None:
         """Return the last name of a link's target; None if there is no such link."""
-        try:
+        with contextlib.suppress(OSError):
             return os.path.basename(os.readlink(self.root / path))
-        except OSError:
-            return None
+        return None
 
     def pci_path(self, path: str) -> tuple[str, ...]:
         """Return the PCI addresses from the root port down to the device behind `path`; empty for a virtual device."""
-        try:
+        with contextlib.suppress(OSError, RuntimeError):
             parts = (self.root / path).resolve(strict=True).parts
-        except (OSError, RuntimeError):
-            return ()
-        return tuple(p for p in parts if _PCI.match(p) or p.startswith("pci"))
+            return tuple(p for p in parts if _PCI.match(p) or p.startswith("pci"))
+        return ()
 
     def gpus(self) -> list[tuple[str, ...]]:
         """Return the PCI paths of the GPUs, in PCI order (CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID)."""
@@ -188,10 +181,9 @@ def _find_gid(tree: _Tree, port: str) -> tuple[int | None, str | None, str | Non
 
 def _ipv6(text: str | None) -> ipaddress.IPv6Address | None:
     """Return the address in the file of a GID; None if it is zero (no subnet manager yet) or unreadable."""
-    try:
+    with contextlib.suppress(ValueError):
         return ipaddress.IPv6Address(text) if text and int(ipaddress.IPv6Address(text)) else None
-    except ValueError:
-        return None
+    return None
 
 
 def gid_address(gid: str) -> str | None:

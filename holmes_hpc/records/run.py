@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import accumulate
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -185,21 +186,14 @@ class RunDirectory:
 
         An attempt undoes all steps that earlier attempts made at or after its own first step. If an attempt wrote two
         lines for a step, the second line adds keys, such as the validation loss. Broken lines are skipped."""
-        steps: dict[int, dict[str, Any]] = {}
+        steps: dict[int, tuple[int, dict[str, Any]]] = {}  # step -> (latest attempt that made it, its metrics)
         for step, attempt, entry in self.metrics_lines():
-            previous = steps.get(step)
-            previous_attempt = int(previous.get("attempt") or 1) if previous else 0
-            if previous is not None and attempt == previous_attempt:
-                previous.update(entry)
-            elif attempt > previous_attempt:
-                steps[step] = entry
-        entries, latest_attempt = [], 0
-        for _, entry in sorted(steps.items()):
-            attempt = int(entry.get("attempt") or 1)
-            if attempt >= latest_attempt:
-                entries.append(entry)
-                latest_attempt = attempt
-        return entries
+            latest, previous = steps.get(step, (1, {}))
+            if attempt >= latest:
+                steps[step] = attempt, {**previous, **entry} if attempt == latest else entry
+        in_order = [steps[step] for step in sorted(steps)]
+        latest_attempts = accumulate((attempt for attempt, _ in in_order), max)
+        return [entry for (attempt, entry), latest in zip(in_order, latest_attempts, strict=True) if attempt == latest]
 
     def metrics_lines(self) -> Iterator[tuple[int, int, dict[str, Any]]]:
         """Yield the step, attempt and content of each line of metrics.jsonl. Broken lines are skipped."""
@@ -210,20 +204,15 @@ class RunDirectory:
 
     def metrics_bytes(self) -> bytes:
         """Return the bytes of metrics.jsonl; empty if there is none."""
-        with (
-            RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file"),
-            contextlib.suppress(FileNotFoundError),
-        ):
+        unreadable = RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file")
+        with unreadable, contextlib.suppress(FileNotFoundError):
             return read_file(self.metrics_path, MAX_LINES_BYTES)
         return b""
 
     def metrics_blocks(self) -> Iterator[bytes]:
         """Yield the complete lines of metrics.jsonl in blocks of about BLOCK_BYTES."""
-        with (
-            RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file"),
-            contextlib.suppress(FileNotFoundError),
-            open_file(self.metrics_path) as file,
-        ):
+        unreadable = RecordError.instead_of(OSError, where=self.metrics_path, hint="restore the file")
+        with unreadable, contextlib.suppress(FileNotFoundError), open_file(self.metrics_path) as file:
             while lines := file.readlines(BLOCK_BYTES):
                 yield b"".join(lines if lines[-1].endswith(b"\n") else lines[:-1])
 
@@ -318,22 +307,20 @@ def _authority(result: Mapping[str, Any]) -> tuple[int, int, int]:
     """Return the sort key of a result: (attempt, index of its writer in WRITERS, last step).
     The result with the higher key is kept. A broken result has the lowest key."""
     writer, final = result.get("writer"), result.get("final") or {}
-    try:
+    with contextlib.suppress(AttributeError, TypeError, ValueError, OverflowError):
         rank = WRITERS.index(writer) if writer in WRITERS else -1
         return int(result.get("attempt") or 0), rank, int(final.get("step") or 0)
-    except (AttributeError, TypeError, ValueError, OverflowError):
-        return (-1, -1, -1)
+    return (-1, -1, -1)
 
 
 def _exit_order(exit_record: Mapping[str, Any]) -> tuple[int, float, int] | None:
     """Return (attempt, time, rank) of an exit record; None if it has no rank or state, or if one is no number."""
     if exit_record.get("state") not in STATES:
         return None
-    try:
+    with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
         attempt, end_time = int(exit_record.get("attempt") or 0), float(exit_record.get("time") or 0)
         return attempt, end_time, int(exit_record["rank"])
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
+    return None
 
 
 def _plain(value: Any) -> Any:

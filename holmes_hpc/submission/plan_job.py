@@ -190,11 +190,9 @@ class PlanExecutor(SlurmHetExecutor):
         mark = f"echo {shlex.quote(START_MARK)} $SLURM_JOB_ID, restart ${{SLURM_RESTART_COUNT:-0}}"
         if self.member is not None:  # all jobs of the run are one attempt, whose end the coordinator records
             again = "export SLURM_RESTART_COUNT=0"
-            mark = (
-                f'echo "holmes: the nodes of job $SLURM_JOB_ID are there; job {self.leader} decides whether they join"'
-                if self.member
-                else mark
-            )
+            if self.member:
+                who = f"job {self.leader} decides whether they join"
+                mark = f'echo "holmes: the nodes of job $SLURM_JOB_ID are there; {who}"'
         return script_text(
             request,
             self._commands(request),

@@ -15,7 +15,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from holmes_hpc.config.model import Batch
 from holmes_hpc.planning.schedule.kinds import WeightPass
 from holmes_hpc.training.model import experts, gpt
-from holmes_hpc.training.model.gpt import generators, set_generators
 from holmes_hpc.training.model.weight_gradients import WeightGradients
 
 # Megatron-Core's names of the groups whose communicators a step uses; several names may mean one group.
@@ -50,7 +49,7 @@ def local_passes(
     `models`: chunks wrapped in Megatron-Core's DDP, which gathers no parameters and reduces no gradients during these
     passes; `config`: Megatron-Core's transformer config. All ranks of a tensor-parallel group call it at the same time.
     """
-    states, micro_size, length = generators(), batch.micro_size, batch.sequence_length
+    states, micro_size, length = gpt.generators(), batch.micro_size, batch.sequence_length
     tokens = torch.zeros(micro_size, length, dtype=torch.int64, device=device)
     positions = torch.arange(length, device=device).repeat(micro_size, 1)
     for number, wrapped in enumerate(models):
@@ -76,4 +75,4 @@ def local_passes(
             for buffer, saved_value in buffers:
                 buffer.copy_(saved_value)
     experts.forget_loss_scale()
-    set_generators(states)
+    gpt.set_generators(states)

@@ -199,7 +199,7 @@ class LayerTimes:
         if "norms" in s.recompute_parts:
             seconds += d.moved_s(shape.tokens * 2 * m.hidden * self.norm_bytes / shape.norm_split)
         if "ffn" in s.recompute_parts:
-            seconds += sum(forward for forward, _ in self.ffn_products()) + (self.all_reduce() if m.tp_ffn else 0)
+            seconds += sum(forward for forward, _ in self.ffn_products()) + (all_reduce_s(d, shape) if m.tp_ffn else 0)
             seconds += d.moved_s(shape.tokens * (3.0 if m.swiglu else 2.0) * m.active_width * d.element / shape.tp)
         return seconds
 
@@ -208,13 +208,10 @@ class LayerTimes:
         """Bytes that a norm moves per token and hidden unit. An unfused norm makes half a dozen passes in fp32."""
         return 2.0 * self.device.element + (0 if self.software.fused_norm else 32)
 
-    def all_reduce(self) -> float:
-        return all_reduce_s(self.device, self.shape)
-
     def exposed(self, products: Seconds) -> Seconds:
         """Return the seconds of a layer's TP collectives that do not overlap with matrix products. With overlap, a
         collective is split into one piece per rank. Each piece overlaps with the product of the previous piece."""
-        comm_s = self.all_reduce()
+        comm_s = all_reduce_s(self.device, self.shape)
         expert_only = not self.shape.model.tp_ffn  # TP never splits routed experts
         seconds = (2 - expert_only) * comm_s, (self.software.backward_reductions - expert_only) * comm_s
         if not (self.software.overlap_tp and self.shape.sequence_parallel):
@@ -257,7 +254,7 @@ class LayerTimes:
         """Return the seconds of (forward, backward) of the embedding, which reads and writes tokens x hidden elements.
         Under TP, forward also sums these elements over the ranks."""
         rows_s = self.device.moved_s(2.0 * self.shape.tokens * self.shape.model.hidden * self.device.element)
-        return rows_s + self.all_reduce(), 2 * rows_s
+        return rows_s + all_reduce_s(self.device, self.shape), 2 * rows_s
 
     def head(self) -> Seconds:
         """Return the seconds of (forward, backward) of the output matrix and the loss. The final norm is neglected."""
@@ -269,7 +266,7 @@ class LayerTimes:
             logits *= tp
             gather_s = d.ring_s((tp - 1) / tp * logits * d.element, tp) + d.streamed_s(2.0 * logits * d.element)
         loss_s = d.streamed_s(logits * d.stack.loss_bytes)
-        backward += self.all_reduce() + self.accumulated(head_parameters(m, tp))
+        backward += all_reduce_s(self.device, self.shape) + self.accumulated(head_parameters(m, tp))
         return forward + loss_s + gather_s, backward + loss_s
 
 

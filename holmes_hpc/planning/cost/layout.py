@@ -344,10 +344,8 @@ class Layout:
     ) -> float:
         """Return the payload bytes per second of one node, or of one rank if local, for messages or `collective`.
         `peer`: the receiver, if it may be on another pool. `nodes`: as in :meth:`Site.rate_gbps`."""
-        return self.pool_memo.of(
-            *("rate", transport.kind, component.pool, component.gpus_per_node, collective, peer and peer.pool, nodes),
-            compute=lambda: self._rate(transport, component, collective, peer, nodes),
-        )
+        key = "rate", transport.kind, component.pool, component.gpus_per_node, collective, peer and peer.pool, nodes
+        return self.pool_memo.of(*key, compute=partial(self._rate, transport, component, collective, peer, nodes))
 
     def _rate(
         self, transport: Transport, component: Component, collective: str, peer: Component | None, nodes: float

@@ -133,10 +133,8 @@ def transfers_s(layout: Layout, replica: int) -> tuple[np.ndarray, np.ndarray]:
 
     def seconds(stage: int, source: Component, target: Component) -> float:
         transport = layout.edges[replica][stage]
-        return layout.pool_memo.of(
-            *("transfer", source.pool, target.pool, transport.kind),
-            compute=partial(transfer_s, layout, transport, source, target),
-        )
+        key = "transfer", source.pool, target.pool, transport.kind
+        return layout.pool_memo.of(*key, compute=partial(transfer_s, layout, transport, source, target))
 
     down = np.array([seconds(s, *ends) for s, ends in enumerate(zip(stages, below, strict=True))])
     up = np.array([seconds(s, *ends) for s, ends in enumerate(zip(below, stages, strict=True))])

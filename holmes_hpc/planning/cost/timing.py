@@ -214,34 +214,27 @@ def _shared_nics(layout: Layout) -> tuple[tuple[bool, ...], ...]:
 
 def _compute_times(layout: Layout, replica: int) -> ComputeTimes:
     m, p, costs, stages = layout.model, layout.parallel, layout.costs, layout.replicas[replica]
-    chunks, exchange_s = p.virtual_stages, experts.exchange_s(layout, replica)
+    batch, chunks, exchange_s = layout.batch, p.virtual_stages, experts.exchange_s(layout, replica)
 
     def layer(recompute: str, model: ModelSpec = m) -> np.ndarray:
-        return by_stage(
-            layout,
-            replica,
-            ("layer", recompute, model is m),
-            lambda c: costs.layer_s(
-                model, layout.batch, p.tp, layout.pool(c), p.sequence_parallel, recompute, p.ep, p.etp
-            ),
-        ).T + (model is m) * np.stack([exchange_s, exchange_s * (2 if recompute == "full" else 1)])
+        key, settings = ("layer", recompute, model is m), (p.sequence_parallel, recompute, p.ep, p.etp)
+        layer_s = partial(costs.layer_s, model, batch, p.tp)
+        seconds = by_stage(layout, replica, key, lambda c: layer_s(layout.pool(c), *settings)).T
+        return seconds + (model is m) * np.stack([exchange_s, exchange_s * (2 if recompute == "full" else 1)])
 
     seconds = layer("none" if layout.recompute == "full" else layout.recompute)
     recomputed_s = layer("full")[1] - seconds[1] if layout.recompute == "full" else np.zeros(p.pp)
-    first, last = layout.pool(stages[0]), layout.pool(stages[-1])
-    embedding = np.array(
-        layout.pool_memo.of(
-            "embedding", first.name, compute=lambda: costs.part_s("embedding", m, layout.batch, p.tp, first)
-        )
+    embedding, head = (
+        np.array(layout.pool_memo.of(part, pool.name, compute=partial(costs.part_s, part, m, batch, p.tp, pool)))
+        for part, pool in (("embedding", layout.pool(stages[0])), ("head", layout.pool(stages[-1])))
     )
-    head = layout.pool_memo.of("head", last.name, compute=lambda: costs.part_s("head", m, layout.batch, p.tp, last))
     if first_dense := m.experts.first_dense:  # they precede all other layers
         embedding += first_dense * (layer(layout.recompute, m.dense) - layer(layout.recompute))[:, 0]
     return ComputeTimes(
         seconds,
         recomputed_s,
         embedding,
-        np.array(head),
+        head,
         by_stage(layout, replica, ("pass", chunks), lambda c: costs.pass_overhead_s(layout.pool(c), chunks)),
     )
 
@@ -276,10 +269,8 @@ def _replica(
         # FSDP: passes include all traffic but the last layer's reduction, or that of all layers across instances.
         divisor = np.maximum(1, layers.sum(axis=2, keepdims=True)) if layout.parallel.optimizer_instances == 1 else 1
         gather, reduce = np.zeros_like(gather), reduce / divisor
-    ready, tail = gather, reduce
     if _syncs_after_backward(layout):
-        reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
-        tail = reduce
+        tail = reduce = np.concatenate([reduce.sum(axis=2, keepdims=True), np.zeros_like(reduce[:, :, 1:])], axis=2)
     else:
         ready, tail = _exposed_sync(
             layout, layers, forward, backward=overlap_s, gather=gather, reduce=reduce, buckets=buckets

@@ -94,13 +94,9 @@ class Predicted(Checked, where="predicted", error=PlanError):
     share_of_limit: float | None = None
 
 
-def check_experts_and_cp(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> None:
-    """Raise PlanError for settings that experts or context parallelism do not support. `sizes`: an object with `tp`,
-    `ep`, `etp`, `cp` (None means 1), `ep_comm`, `cp_comm`. `used`: {feature that neither supports: is it used}."""
-    PlanError.refuse("plan.ep", *_expert_and_context_mistakes(model, sizes, used))
-
-
-def _expert_and_context_mistakes(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> Iterator[Case]:
+def experts_and_cp_cases(model: ModelSpec, sizes: Any, used: Mapping[str, bool]) -> Iterator[Case]:
+    """Yield an error case for each setting that experts or CP do not support. `sizes`: an object with `tp`, `ep`,
+    `etp`, `cp` (None means 1), `ep_comm`, `cp_comm`. `used`: {feature that neither supports: is it used}."""
     count, ep, cp = model.experts.count, sizes.ep or 1, sizes.cp or 1
     yield ep > 1 and not count, f"EP is {ep}, the model has no experts", "use 1, or a model with experts"
     yield count % ep, f"EP {ep} does not divide {count} experts", f"use a divisor of {count}"

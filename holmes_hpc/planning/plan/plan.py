@@ -17,7 +17,7 @@ from holmes_hpc.fabric.grouping import OTHER_ARCHITECTURE
 from holmes_hpc.fabric.site import Pool, Site
 from holmes_hpc.planning.plan import plan_file
 from holmes_hpc.planning.plan.parallel import Parallel, abbreviated, groups, indivisible_sizes, tp_across_nodes
-from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage, check_experts_and_cp, lacks_layers
+from holmes_hpc.planning.plan.parts import Component, Predicted, Schedule, Stage, experts_and_cp_cases, lacks_layers
 from holmes_hpc.planning.plan.transport import GroupTransport, Place, Transport, TransportRule, places
 from holmes_hpc.planning.schedule.kinds import PER_STAGE, schedule_kind
 from holmes_hpc.planning.schedule.launches import check_launches
@@ -112,7 +112,7 @@ class Plan:
             "optimizer instances": p.optimizer_instances > 1,
             "zero_bubble": self.schedule.kind == "zero_bubble",
         }
-        check_experts_and_cp(self.model, p, used)
+        PlanError.refuse("plan.ep", *experts_and_cp_cases(self.model, p, used))
         no_sequence_parallel = self.model.experts.count and p.tps != (1,) and not p.sequence_parallel
         message, hint = "experts do not support TP without sequence parallelism", "use sequence_parallel or TP 1"
         PlanError.refuse("plan", (no_sequence_parallel, message, hint))

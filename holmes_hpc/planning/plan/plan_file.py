@@ -52,15 +52,8 @@ def to_dict(plan: Any) -> dict[str, Any]:
         data["routing"] = {"weights": [list(s.weights or (1,) * s.dp) for s in p.stages]}
     data["unused"] = plan.unused
     data["transports"] = [
-        {
-            "kind": g.kind,
-            "ranks": list(g.ranks),
-            "stages": list(g.stages),
-            "transport": g.transport.kind,
-            "nic": str(g.transport.nic) if g.transport.nic else None,
-            "fabric": g.transport.fabric,
-        }
-        for g in plan.transports()
+        {"kind": g.kind, "ranks": g.ranks, "stages": g.stages, "transport": t.kind, "nic": t.nic, "fabric": t.fabric}
+        for g, t in ((g, g.transport) for g in plan.transports())
     ]
     data["site"] = plan.site.to_dict()
     return json.loads(json.dumps(data))
@@ -112,10 +105,8 @@ def _pick(value: Any, names: Sequence[str], keep: bool) -> Any:
     return {k: v for k, v in value.items() if (k in names) == keep} if isinstance(value, Mapping) else value
 
 
-def flatten(data: Any) -> Any:
+def flatten(data: Mapping[str, Any]) -> Any:
     """Return the plain data of a plan.yaml in the form of :func:`to_dict`, with `derived` merged into it."""
-    if not isinstance(data, Mapping):
-        return data
     return _merged({k: v for k, v in data.items() if k != "derived"}, data.get("derived") or {})
 
 

@@ -16,7 +16,7 @@ from holmes_hpc.planning.cost.costs import Costs
 from holmes_hpc.planning.cost.layout import Layout
 from holmes_hpc.planning.cost.timing import step_s
 from holmes_hpc.planning.plan.parallel import Parallel, indivisible_sizes
-from holmes_hpc.planning.plan.parts import check_experts_and_cp
+from holmes_hpc.planning.plan.parts import experts_and_cp_cases
 from holmes_hpc.planning.schedule.simulation import ACCURATE
 
 S = TypeVar("S", bound="Solution")
@@ -138,7 +138,8 @@ def with_cp(problem: Problem, cp: int, all_to_all: bool = False) -> Problem:
     Raise PlanError if the user set an option that experts or CP do not support."""
     model, options, sharding = problem.model, problem.options, problem.costs.software.sharding
     sizes = replace(options, cp=cp, cp_comm="a2a" if all_to_all else "ring")
-    check_experts_and_cp(model, sizes, {name: getattr(options, k) == v for name, k, v in _EXCLUDED})
+    used = {name: getattr(options, k) == v for name, k, v in _EXCLUDED}
+    PlanError.refuse("plan.ep", *experts_and_cp_cases(model, sizes, used))
     count = model.experts.count
     message = f"experts do not support sharding of {sharding}"
     is_refused = count and sharding in ("gradients", "full")

@@ -17,6 +17,7 @@ import pickle
 import resource
 from collections.abc import Callable, Container, Mapping
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,10 @@ _METADATA_GLOBALS = {
     ("pathlib._local", "PosixPath"),
     (f"{_PACKAGE}.filesystem", "_StorageInfo"),
     *((f"{_PACKAGE}.metadata", f"{kind}StorageMetadata") for kind in ("Tensor", "Bytes", "Chunk")),
-    *(
-        (f"{_PACKAGE}.metadata", name)
-        for name in ("Metadata", "MetadataIndex", "TensorProperties", "_MEM_FORMAT_ENCODING", "StorageMeta")
-    ),
-    *(
-        (f"{_PACKAGE}.planner", name)
-        for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-    ),
+    *product([f"{_PACKAGE}.metadata"], ("Metadata", "MetadataIndex", "TensorProperties")),
+    *product([f"{_PACKAGE}.metadata"], ("_MEM_FORMAT_ENCODING", "StorageMeta")),
+    *product([f"{_PACKAGE}.planner"], ("SavePlan", "WriteItem", "WriteItemType")),
+    *product([f"{_PACKAGE}.planner"], ("TensorWriteData", "BytesIOWriteData")),
 }
 # The globals of Transformer Engine's states besides its recipes. torch loads the tensors' bytes as weights only.
 _EXTRA_STATE_GLOBALS = {

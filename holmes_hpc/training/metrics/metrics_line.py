@@ -78,6 +78,7 @@ def metrics_line(
     # The mean over the stage's ranks, in seconds. The parts add up to the step's time.
     means = [stage_rows[:, _PARTS : _PARTS + len(PARTS)].mean(axis=0) for stage_rows in rows_of_stage]
     stages = [dict(zip(PARTS, seconds.tolist(), strict=True)) for seconds in means]
+    hardware_flops = hardware_flops_per_step(plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute)
     return {
         "step": step,
         "time": unix_time_s,
@@ -88,10 +89,7 @@ def metrics_line(
         "tokens_per_s": samples_per_s * plan.batch.sequence_length,
         "samples_per_s": samples_per_s,
         "model_tflops_per_gpu": model_flops_per_step(plan.model, plan.batch) / tera_gpu_seconds,
-        "hardware_tflops_per_gpu": hardware_flops_per_step(
-            plan.model, plan.batch, plan.parallel.vocabulary_parts, plan.recompute
-        )
-        / tera_gpu_seconds,
+        "hardware_tflops_per_gpu": hardware_flops / tera_gpu_seconds,
         "breakdown": stages,
         "share_of_limit": limit_s([stage["compute_s"] for stage in stages], speeds) / step_time_s,
         "nic_bytes": sum_by_kind(plan, rows[:, NIC_COLUMNS]),

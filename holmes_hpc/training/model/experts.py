@@ -145,21 +145,18 @@ def time_exchanges(add: Callable[[float], None]) -> None:
     """Call `add` with the seconds of every exchange of tokens, in forward and backward passes. The time starts after a
     barrier, so that it does not include the wait for ranks that still compute."""
 
-    def timed(exchange: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_exchange(context: Any, *arguments: Any) -> Any:
-            if not any(torch.is_tensor(value) and value.is_floating_point() for value in arguments):
-                return exchange(context, *arguments)  # of numbers or maps of tokens
-            groups = (value for value in arguments if isinstance(value, dist.ProcessGroup))
-            dist.barrier(next(groups, None) or context.group)
-            start = time.perf_counter()
-            output = exchange(context, *arguments)
-            add(time.perf_counter() - start)
-            return output
-
-        return timed_exchange
+    def timed(exchange: Callable[..., Any], context: Any, *arguments: Any) -> Any:
+        if not any(torch.is_tensor(value) and value.is_floating_point() for value in arguments):
+            return exchange(context, *arguments)  # of numbers or maps of tokens
+        groups = (value for value in arguments if isinstance(value, dist.ProcessGroup))
+        dist.barrier(next(groups, None) or context.group)
+        start = time.perf_counter()
+        output = exchange(context, *arguments)
+        add(time.perf_counter() - start)
+        return output
 
     for exchange, direction in EXCHANGES:
-        setattr(exchange, direction, staticmethod(timed(getattr(exchange, direction))))
+        setattr(exchange, direction, staticmethod(partial(timed, getattr(exchange, direction))))
 
 
 class TokenCounter:

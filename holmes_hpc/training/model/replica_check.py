@@ -41,10 +41,8 @@ def check(chunks: Sequence[Any], tied: bool, tied_group: dist.ProcessGroup | Non
         expert_parameters = {name: p for name, p in all_parameters.items() if name not in parameters}
         _compare(expert_parameters, parallel_state.get_expert_data_parallel_group())
     _compare(parameters, parallel_state.get_data_parallel_group(with_context_parallel=True))
-    _compare(
-        {name: p for name, p in parameters.items() if not getattr(p, "tensor_model_parallel", False)},
-        parallel_state.get_tensor_model_parallel_group(),
-    )
+    whole = {name: p for name, p in parameters.items() if not getattr(p, "tensor_model_parallel", False)}
+    _compare(whole, parallel_state.get_tensor_model_parallel_group())
     if tied_group is None and not (tied and parallel_state.is_rank_in_embedding_group()):
         return
     embedding = next(c for c in chunks if c.pre_process or c.post_process).shared_embedding_or_output_weight()

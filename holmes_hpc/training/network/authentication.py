@@ -130,9 +130,8 @@ class AuthenticationServer:
                 self._admitted.add(source)
                 await asyncio.shield(self._update_filter())
                 writer.write(answer)
-                await asyncio.wait_for(
-                    reader.read(1), self._timeout_s
-                )  # ends when the client has connected or given up
+                # This ends when the client has connected or given up.
+                await asyncio.wait_for(reader.read(1), self._timeout_s)
                 await asyncio.sleep(BUSY_LINGER_S if self._free_slots.locked() else LINGER_S)
             finally:
                 self._admitted.discard(source)

@@ -181,10 +181,8 @@ def log_lines(
     node: NodeTransports, environ: Mapping[str, str] = os.environ, files: Sequence[Path] | None = None
 ) -> list[str]:
     """Return lines for the log: this node's notes, and the site's settings that differ from the defaults."""
-    return [
-        *node.notes,
-        *(f"node {node.node}: {line}" for line in nccl.split_defaults(node.defaults, environ, files)[1]),
-    ]
+    kept = nccl.split_defaults(node.defaults, environ, files)[1]
+    return [*node.notes, *(f"node {node.node}: {line}" for line in kept)]
 
 
 def endpoints(plan: Plan, rank: int, node: NodeTransports) -> dict[str, Endpoint]:

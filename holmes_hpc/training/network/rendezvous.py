@@ -220,8 +220,5 @@ def launcher_store(launch: Launch, timeout_s: float) -> dist.TCPStore:
 
 
 def _reason(error: BaseException) -> str:
-    reasons: dict[type[BaseException], str] = {
-        TimeoutError: "no answer",
-        ConnectionRefusedError: "nobody listens there",
-    }
+    reasons: dict[type, str] = {TimeoutError: "no answer", ConnectionRefusedError: "nobody listens there"}
     return reasons.get(type(error)) or getattr(error, "strerror", None) or " ".join(str(error).split())[:200]

@@ -13,7 +13,7 @@ import pytest
 from sites import A100, H100
 
 from holmes_hpc.config.model import Batch, ModelSpec
-from holmes_hpc.config.models import gpt, named
+from holmes_hpc.config.models import named
 from holmes_hpc.config.plan_options import PlanOptions
 from holmes_hpc.fabric.site import Gpu, NicType, Pool, Site
 from holmes_hpc.planning.cost.costs import Costs, Software
@@ -209,7 +209,7 @@ def test_steps_are_shared_among_some_pools_of_a_fabric() -> None:
 
 @pytest.mark.thorough
 def test_interleaving_is_chosen_for_gpt3_on_128_h100() -> None:
-    model = gpt("gpt3", 96, 12288, 96, 51200, positions=2048, tied=True)
+    model = ModelSpec("gpt3", 96, 12288, 96, 51200, 49152, 96, False, False, False, tied=True, bias=True)
     site = make_site(100, ("ib", 16, 3200.0, H100))
     for software in (Software(), Software(aligned_gather=True, overlap_tp=True)):
         options = PlanOptions(search_micro_size=True, unequal="false")
