@@ -18,7 +18,7 @@ from holmes_hpc.tables import read_table
 WHERE = "--megatron-args"
 TRANSFORMER_ENGINE = "transformer_engine"  # attention with the library's fastest kernel for the GPU
 _TABLE: dict[str, Any] = read_table(__file__)
-REQUIRED = {name: _TABLE["numbers"][name] for name in _TABLE["required"]}  # as `numbers`
+REQUIRED = {name: _TABLE["numbers"][name] for name in _TABLE["required"]}  # argument: key
 _FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]
 
 

@@ -23,7 +23,7 @@ _COMPARISONS: dict[str, Callable[[int, int], bool]] = {
 def script_words(text: str) -> Iterator[str]:
     """Yield the words of the commands and arrays of a script, and END. An empty word marks the end of an array, and so
     of its last argument. Raise ValueError if a quotation is not closed."""
-    text = _COMMENT.sub("", text).replace("\\\n", " ").replace(" 2>", " >")
+    text = _COMMENT.sub("", text).replace("\\\n", " ").replace(" 2>", " >").replace("$#", "$@").replace("${#", "${")
     lexer = shlex.shlex(text, posix=True, punctuation_chars=_OPERATORS)
     lexer.whitespace, lexer.whitespace_split = " \t\r", True
     values, array, value, depth, blocks = dict[str, str](), "", "", 0, _Blocks()

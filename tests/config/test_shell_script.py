@@ -19,6 +19,7 @@ READ = [
     "[[ $FP8 == 1 ]] && ARGS+=(--fp8-format hybrid)",
     '[ "$N" = 1 ] && ARGS+=(--bf16) && TP=4',
     "[[ $N = 2 ]] && { TP=8; ARGS+=(--bf16); }",
+    "if [ $# -gt 5 ] || [[ ${#ARGS[@]} -gt 5 ]]; then echo usage; exit 1; fi",
     "mkdir -p $(dirname x/y) && cd . || exit 1",
     "if [[ $MODEL == llama* ]]; then ARGS+=(--swiglu); else ARGS+=(--bf16); fi",
     'if [ $MODEL = "llama*" ]; then ARGS+=(--swiglu); fi',
