@@ -22,7 +22,8 @@ def _stages(plan: Plan, component: Component) -> str:
 
 def layout_texts(plan: Plan) -> list[str]:
     """Return texts on the strategy, the parallel sizes, the micro-batches, the schedule and recomputation."""
-    micro_batches = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.batch.micro_size}"
+    number = counted(plan.micro_batches, "micro-batch")  # with per-stage TP/DP: of all replicas
+    micro_batches = f"{number} of {plan.batch.micro_size}{' in all' if plan.is_per_stage else ''}"
     schedule, recompute = f"schedule {plan.order.schedule.label}", f"recompute {plan.recompute}"
     return [plan.strategy_label, str(plan.parallel), micro_batches, schedule, recompute]
 
