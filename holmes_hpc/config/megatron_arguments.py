@@ -12,11 +12,11 @@ from typing import Any
 
 from holmes_hpc.config.shell_script import CONDITION, END, script_words
 from holmes_hpc.errors import ConfigError, counted
+from holmes_hpc.fabric.site import TRANSFORMER_ENGINE
 from holmes_hpc.records.files import read_text, read_yaml
 from holmes_hpc.tables import read_table
 
 WHERE = "--megatron-args"
-TRANSFORMER_ENGINE = "transformer_engine"  # attention with the library's fastest kernel for the GPU
 _TABLE: dict[str, Any] = read_table(__file__)
 REQUIRED = {name: _TABLE["numbers"][name] for name in _TABLE["required"]}  # argument: key
 _FSDP, _SHARDING, _MODULES = _TABLE["fsdp"], _TABLE["sharding"], _TABLE["modules"]

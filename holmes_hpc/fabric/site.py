@@ -17,6 +17,7 @@ from holmes_hpc.slurm.hostlist import expand
 # Implementations of attention: FlashAttention-2, FlashAttention-1, FlashAttention-3, torch's own fused attention,
 # Megatron-LM's fused softmax between two batched matrix multiplications, separate operations.
 ATTENTION = ("flash", "flash1", "flash3", "sdpa", "softmax", "unfused")
+TRANSFORMER_ENGINE = "transformer_engine"  # attention with the library's fastest kernel for the GPU
 FLASH_ATTENTION = ATTENTION[:3]
 FUSED_ATTENTION = ATTENTION[:4]  # scores stay on the chip
 _PARTITION = re.compile(r"(?![-#])[^\s\"'`$;&|<>\\]*")

@@ -8,14 +8,13 @@ from statistics import median
 from typing import Any
 
 from holmes_hpc.config.configuration import Configuration, recorded
-from holmes_hpc.config.megatron_arguments import TRANSFORMER_ENGINE
 from holmes_hpc.errors import ConfigError, HolmesError, PlanError, RecordError, SiteError, counted, nearest
 from holmes_hpc.fabric.features import read_vocabulary
 from holmes_hpc.fabric.listing import read_site
 from holmes_hpc.fabric.local_gpus import local_gpus
 from holmes_hpc.fabric.node_gpus import UNKNOWN_GPU
 from holmes_hpc.fabric.partitions import NodeSettings, PoolJob
-from holmes_hpc.fabric.site import CPU, Gpu, NicType, Pool, Site
+from holmes_hpc.fabric.site import CPU, TRANSFORMER_ENGINE, Gpu, NicType, Pool, Site
 from holmes_hpc.fabric.site_file import read_site_file
 from holmes_hpc.planning.cost.calibration import NO_CALIBRATION, Calibration
 from holmes_hpc.planning.cost.corrections import CorrectionFit, ObservedRun, fit_corrections
