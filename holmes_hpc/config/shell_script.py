@@ -40,11 +40,9 @@ def script_words(text: str) -> Iterator[str]:
             word, array, depth = word[assignment.end() :], name if bracket else "", 0
             is_list, old = bool(bracket) or "--" in word, values.get(name, "")
             value = old if is_addition else "" if is_certain else _conditional(old)
-            if not is_list and (not is_certain or re.search("[$`]", word)):
-                values[name] = f"${{{name}}}"  # its value is not known
-                continue
-            elif not array:
-                values[name] = f"{value} {word}"
+            if not array:
+                is_unknown = not is_list and (not is_certain or re.search("[$`]", word))
+                values[name] = f"${{{name}}}" if is_unknown else f"{value} {word}"
                 continue
         if token and not token.strip(_OPERATORS):
             yield from () if array else (END,)
@@ -115,7 +113,7 @@ class _Blocks:
 
     def _guard_next(self, end: str, command: list[str]) -> None:
         """Find out whether the command after `command` and the operator `end` runs."""
-        status = self._status if self._guard is False else _all(self._guard or None, _succeeds(command))
+        status = None if self._guard is None else _succeeds(command) if self._guard else self._status
         self._status = True
         if end in ("&&", "||"):
             self._status, self._guard = status, status if end == "&&" else _negated(status)
@@ -135,7 +133,8 @@ def _succeeds(command: Sequence[str]) -> bool | None:
     """Return whether a command succeeds; None if this is not known. All but tests are taken to succeed."""
     if command[:1] in (["["], ["[["]):
         return _holds(command)
-    return None if command and command[0].startswith(("((", "!", "test", "grep", "command", "which")) else True
+    is_question = command and command[0].startswith(("((", "!", "$", "false", "test", "grep", "command", "which"))
+    return None if is_question else True
 
 
 def _holds(test: Sequence[str]) -> bool | None:
